@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from processes import machine
 
 from coordinator.aggregation import cluster_averages
 from fedge.tensors import Layout, Model, TensorInfo
@@ -138,7 +139,7 @@ def report(repeats: int) -> dict[str, Any]:
         )
     return {
         "benchmark": "aggregation",
-        "machine": platform.processor() or platform.machine(),
+        **machine(),
         "python": platform.python_version(),
         "numpy": np.__version__,
         "repeats": repeats,

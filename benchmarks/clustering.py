@@ -20,8 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
-import platform
 import resource
 import subprocess
 import sys
@@ -30,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from processes import machine
 
 ALGORITHMS = ("aidc", "mctc")
 N_GROUPS = 5
@@ -124,12 +123,8 @@ def main() -> None:
     if args.one:
         print(json.dumps(one(args.one[0], int(args.one[1]), args.noise)))
         return
-    figures: dict[str, Any] = {
-        "benchmark": "clustering",
-        "machine": platform.processor() or platform.machine(),
-        "processors": len(os.sched_getaffinity(0)),
-        "load": round(os.getloadavg()[0], 1),
-    } | {algorithm: table(algorithm, sorted(args.devices), args.noise) for algorithm in ALGORITHMS}
+    figures: dict[str, Any] = {"benchmark": "clustering", **machine()}
+    figures |= {algorithm: table(algorithm, sorted(args.devices), args.noise) for algorithm in ALGORITHMS}
     if args.json:
         args.json.write_text(json.dumps(figures, indent=2) + "\n")
     if args.plot:

@@ -23,8 +23,10 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from PIL import Image
+from torch import nn
 
 from coordinator.methods import make
 from coordinator.methods.fedavg import FedAvgState
@@ -55,6 +57,8 @@ RUNS: Final[Mapping[str, dict[str, Any]]] = {
 """What is trained, and how updates are coded. The learning rate is 0.01 unless given (0.02 made the first worse)."""
 SMALL: Final = {"pretrain": 20_000, "epochs": 4, "federation": 4_000, "rounds": 10, "local_steps": 5}
 LARGE: Final = {"pretrain": 50_000, "epochs": 60, "federation": 10_000, "rounds": 100, "local_steps": 20}
+SEEN: Final = 2048
+"""Images that running statistics are measured on."""
 Images = tuple[NDArray[np.uint8], NDArray[np.int64]]
 
 
@@ -85,7 +89,24 @@ def backbone(archive: Path, out: Path, task: TaskSpec, size: Mapping[str, int], 
         write_atomically(file, to_bytes(unflatten(network.dump(), network.layout)))
         write_atomically(log, json.dumps({"epochs": epoch + 1, "images": len(y)}).encode())
         print(f"backbone: epoch {epoch + 1} of {size['epochs']}", file=sys.stderr, flush=True)
+    settle(network, preprocess.apply(task, x[np.random.default_rng(0).permutation(len(x))[:SEEN]]))
+    write_atomically(file, to_bytes(unflatten(network.dump(), network.layout)))
     return file
+
+
+def settle(network: Network, x: NDArray[np.float32]) -> None:
+    """Measure the running statistics anew: in few steps torchvision's momentum of 0.01 does not get there."""
+    norms = [layer for layer in network.module.modules() if isinstance(layer, nn.BatchNorm2d)]
+    momentum = [norm.momentum for norm in norms]
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None  # the mean over all batches
+    with torch.inference_mode():
+        network.module.train()
+        for chunk in torch.split(torch.from_numpy(x), 128):
+            network.module(chunk.to(network.processor))
+    for norm, usual in zip(norms, momentum, strict=True):
+        norm.momentum = usual
 
 
 def moved(x: NDArray[np.uint8], rng: np.random.Generator) -> NDArray[np.uint8]:

@@ -18,8 +18,8 @@ brackets; in the last column means over the settings, with the standard error of
 settings and seeds.
 
 Below each table: in how many runs of each setting the trial of `fedge` split the devices; below the others before that
-`fedge` against the best baseline over all settings, and against each other method the mean difference and in how many
-settings it is at least equal.
+`fedge` against the best baseline over all settings, and against each other method the mean difference, with its
+standard error over settings and seeds, and in how many settings it is at least equal.
 
 Rivals that no fleet would want are classes in benchmarks/rivals. With --rivals-train-on-validation all methods but
 variants of `fedge` train on the devices' validation samples, too, and stop by none; their runs are in --out/on-all.
@@ -68,10 +68,9 @@ from fedge.steps.fit_candidates import CandidatesFitted, FitCandidates
 from fedge.steps.fit_energy import EnergyFitted
 from fedge.steps.fit_gate import FitGate
 from fedge.steps.fit_weights import Calibration
-from fedge.task import TaskSpec
-from fedge.tasks import DeviceData, Share
+from fedge.tasks import DeviceData
 
-sys.path.append(str(Path(__file__).parents[1]))  # methods are named by path, such as benchmarks.default_method:NoGuard
+sys.path.insert(0, str(Path(__file__).parents[1]))  # methods are named by path: benchmarks.default_method:NoGuard
 
 METHODS = (
     "local",
@@ -236,12 +235,6 @@ class Unclipped(Fedge):
     def __init__(self, settings: MethodSettings, server: Server = NO_DATA) -> None:
         plain = msgspec.structs.replace(settings.protection, average="mean")
         super().__init__(msgspec.structs.replace(settings, protection=plain), server)
-
-
-class OwnMeans(Fedge):
-    """Training draws features to the device's own class means (section 4.1)."""
-
-    CLASS_MEANS = 0.1
 
 
 class NoGuard(Fedge):
@@ -489,25 +482,24 @@ def unequal(settings: CompareSettings, methods: Sequence[str], out: Path, watch:
         return compare(msgspec.structs.replace(settings, **own), out, watch)
 
     equal = part(ours, out, settings.jobs)
-    with validation_for_training():
+    with changed(on_all):
         more = part(rivals, out / "on-all", 1)  # in this process
     runs = sorted([*equal.runs, *more.runs], key=lambda run: methods.index(run.method))
     return merged(equal.scenario, runs, methods, equal.seeds, methods[0], settings.target)
 
 
+def on_all(own: DeviceData) -> DeviceData:
+    """The data of a device that trains on its validation samples, and has none."""
+    assert own.sensitive_val is not None
+    x, y = np.concatenate([own.x_train, own.x_val]), np.concatenate([own.y_train, own.y_val])
+    return DeviceData(x, y, np.concatenate([own.sensitive, own.sensitive_val]), own.x_val[:0], own.y_val[:0])
+
+
 @contextmanager
-def validation_for_training() -> Iterator[None]:
-    """Within it the devices of a simulation in this process train on their validation samples, and have none."""
+def changed(change: Callable[[DeviceData], DeviceData]) -> Iterator[None]:
+    """Within it the devices of a simulation in this process have other data."""
     before = federation.share_data
-
-    def share_data(task: TaskSpec, share: Share) -> DeviceData:
-        own = before(task, share)
-        assert own.sensitive_val is not None
-        x, y = np.concatenate([own.x_train, own.x_val]), np.concatenate([own.y_train, own.y_val])
-        marks = np.concatenate([own.sensitive, own.sensitive_val])
-        return DeviceData(x, y, marks, own.x_val[:0], own.y_val[:0])
-
-    federation.share_data = share_data
+    federation.share_data = lambda task, share: change(before(task, share))
     try:
         yield
     finally:
@@ -529,22 +521,31 @@ def row(name: str, found: Comparison, table: str) -> str:
 
 def together(comparisons: Mapping[str, Comparison]) -> str:
     """What stands below the table: the default method against the best and against each other method."""
-    gains: list[tuple[float, ...]] = []
-    over: dict[str, list[float]] = {}
+    gains: list[np.ndarray] = []
+    over: dict[str, list[np.ndarray]] = {}
     for found in comparisons.values():
         ours = next(m for m in found.methods if m.method == OURS)
         assert ours.to_best_other is not None
-        gains.append(tuple(100 * d for d in ours.to_best_other.seeds))
+        gains.append(100 * np.array(ours.to_best_other.seeds))
         for other in found.methods:
             if other is not ours:
-                over.setdefault(other.method, []).append(100 * (ours.accuracy.mean - other.accuracy.mean))
+                difference = 100 * (np.array(ours.accuracy.seeds) - np.array(other.accuracy.seeds))
+                over.setdefault(other.method, []).append(difference)
     means, runs = np.mean(gains, axis=1), np.ravel(gains)
-    each = (f"{m} {np.mean(d):+.2f} [{(np.array(d) >= 0).sum()}]" for m, d in over.items())
+    each = (f"{m} {paired(np.ravel(d))} [{(np.mean(d, axis=1) >= 0).sum()}]" for m, d in over.items())
     return (
-        f"\n{len(means)} settings: mean difference to the best baseline {means.mean():+.2f} points, at least equal in "
+        f"\n{len(means)} settings: mean difference to the best baseline {paired(runs)} points, at least equal in "
         f"{(means >= 0).sum()}, lowest {means.min():+.2f}; {len(runs)} runs: negative in {(runs < 0).mean():.0%}\n"
         f"{OURS} minus each other, mean [settings where at least equal]: {', '.join(each)}"
     )
+
+
+def paired(differences: np.ndarray, decimals: int = 2) -> str:
+    """Mean and, of two or more, standard error over settings and seeds."""
+    mean = f"{differences.mean():+.{decimals}f}"
+    if len(differences) < 2:
+        return mean
+    return f"{mean} ± {np.std(differences, ddof=1) / np.sqrt(len(differences)):.{decimals}f}"
 
 
 def splits(comparisons: Mapping[str, Comparison]) -> str:

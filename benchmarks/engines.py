@@ -42,14 +42,12 @@ from edge_agent.mixture import em_weights, energy_statistics
 from edge_agent.steps import fit_mixture
 from export import Candidate, Mixture, write_bundle
 from export.int8 import Int8Limits, quantise
-from export.mixture import ENERGY_CLIP
-from export.parity import logits_of
-from export.reference import gate_features, gate_scores, raw_energies, reference, standardised
+from export.parity import formula, logits_of
 from fedge.bundle import read
+from fedge.fusion import fuse, gate_scores, raw_energies, standardised
 from fedge.messages import Role
 from fedge.models import initial
 from fedge.models.training import Network
-from fedge.task import gate_pool
 from fedge.tensors import Model
 from fedge.validation import Validation
 
@@ -145,7 +143,7 @@ def fedge_mixture(own: list[Model], logits: np.ndarray, x: np.ndarray, y: np.nda
     log_p = log_q[:, np.arange(len(y)), y].T
     pooled = np.array([0.5, *[0.5 / (len(own) - 1)] * (len(own) - 1)])
     weights = em_weights(log_p, pooled, SHRINKAGE)
-    scores = np.log(weights) + BETA * standardised(raw_energies(logits), mean, std, ENERGY_CLIP)
+    scores = np.log(weights) + BETA * standardised(raw_energies(logits), mean, std)
     gate = train_gate(x, log_p, scores, seed=0, experts=range(1, len(own)), top=2)
     candidates = tuple(
         Candidate(role, f"c{k}", own[k], energy_mean=mean[k], energy_std=std[k], weight=weights[k])
@@ -166,10 +164,10 @@ def formula_and_gate(models: list[Model], layout, data: tuple, hands: list[dict]
     for device, hand in enumerate(hands):
         own, fit, test = own_first(models, device), np.concatenate([hand["train"], hand["validation"]]), hand["test"]
         seen, new = (logits_of(TASK, layout, own, x[where]).astype(np.float64) for where in (fit, test))
-        features = gate_features(x[test], gate_pool(TASK.input_shape))
         for name in log_p:
             made = scmoe_mixture(own, seen, x[fit], y[fit], decay=0.0, energy=name == "formula")
-            p = reference(made, new, gate_scores(made.gate, features))[0]
+            how = formula(made, TASK.input_shape)
+            p = fuse(how, list(new), gate_scores(how, x[test].astype(np.float64)))[0]
             log_p[name] += np.log(np.maximum(p[np.arange(len(test)), y[test]], 1e-12)).tolist()
             right[name] += (p.argmax(axis=1) == y[test]).tolist()
     return {name: {"accuracy": float(np.mean(right[name])), "nll": -float(np.mean(log_p[name]))} for name in log_p}

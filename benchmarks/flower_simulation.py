@@ -1,6 +1,7 @@
 """FedAvg by Flower's own simulation engine: clients, strategy and aggregation are Flower's, local training PyTorch's.
 
-Flower is no dependency of the project. Into an environment of its own:
+Flower is no dependency of the project. `frameworks.py` makes an environment for it and runs this file there. For
+`independent.py`, which needs both in one:
 
     python -m venv /tmp/flower
     /tmp/flower/bin/pip install "flwr[simulation]==1.41.0" torch==2.13.0 scikit-learn -e ".[agent]"
@@ -16,8 +17,9 @@ import os
 os.environ |= {"FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0"}
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # no GPU is asked for; saves a warning
 
-import contextlib
+import json
 import logging
+import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
@@ -27,7 +29,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import ray  # noqa: F401, TID251 - of flwr[simulation]: without it there is no engine
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
@@ -35,7 +36,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 from flwr.simulation import run_simulation
-from plain import NETWORKS, Plan, Samples, Weights, client_update
+from plain import NETWORKS, Plan, Samples, Weights, client_update, weights_of
 from torch import nn
 
 client = ClientApp()
@@ -43,24 +44,19 @@ client = ClientApp()
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """weights: the last global model; seconds: of each round but the first two, which start processes.
-
-    processor_seconds: likewise, of this process and all that it started.
-    """
+    """weights: the last global model; seconds: of each round but the first two, which start processes."""
 
     weights: Weights
     seconds: list[float]
-    processor_seconds: list[float]
 
 
 class Timed(FedAvg):  # type: ignore[misc, unused-ignore]
-    """Flower's FedAvg; `ends`: when each round's aggregation was done; `used`: processor time until then."""
+    """Flower's FedAvg; `ends`: when each round's aggregation was done."""
 
     def __init__(self, n_clients: int) -> None:
         super().__init__(fraction_evaluate=0.0, min_train_nodes=n_clients, min_available_nodes=n_clients)
         self.n_clients = n_clients
         self.ends: list[float] = []
-        self.used: list[float] = []
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -71,19 +67,7 @@ class Timed(FedAvg):  # type: ignore[misc, unused-ignore]
             raise RuntimeError(f"not every client answered in round {server_round}: {errors}")
         done: tuple[ArrayRecord | None, MetricRecord | None] = super().aggregate_train(server_round, replies)
         self.ends.append(time.perf_counter())
-        self.used.append(_processor_seconds())
         return done
-
-
-def _processor_seconds() -> float:
-    """Of this process and its descendants so far."""
-    own = psutil.Process()
-    used = 0.0
-    for process in (own, *own.children(recursive=True)):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            times = process.cpu_times()
-            used += times.user + times.system
-    return used
 
 
 def fedavg(model: str, first: Weights, clients: Sequence[Samples], plan: Plan, *, idle: bool = False) -> Outcome:
@@ -122,7 +106,7 @@ def fedavg(model: str, first: Weights, clients: Sequence[Samples], plan: Plan, *
                 "init_args": {"num_cpus": cores, "log_to_driver": False},
             },
         )
-    return Outcome(found[0], np.diff(strategy.ends[1:]).tolist(), np.diff(strategy.used[1:]).tolist())
+    return Outcome(found[0], np.diff(strategy.ends[1:]).tolist())
 
 
 # -------------------------------------------------------------------------------------------- in Flower's processes
@@ -155,3 +139,23 @@ def _clients(folder: str) -> list[Samples]:
 @lru_cache(maxsize=1)
 def _network(model: str, shape: tuple[int, ...], n_classes: int) -> nn.Module:
     return NETWORKS[model](shape, n_classes)
+
+
+# ------------------------------------------------------------------------------------------------ for frameworks.py
+
+
+def main(folder: Path) -> None:
+    """What `frameworks.py` asks for."""
+    asked = json.loads((folder / "asked.json").read_text())
+    plan = Plan(**asked["plan"])
+    with np.load(folder / "clients.npz") as arrays:
+        clients = list(zip(arrays["x"], arrays["y"], strict=True))
+    first = weights_of(NETWORKS[asked["model"]](clients[0][0].shape[1:], 10))
+    found = {name: fedavg(asked["model"], first, clients, plan, idle=name == "idle") for name in ("training", "idle")}
+    (folder / "found.json").write_text(json.dumps({name: each.seconds for name, each in found.items()}))
+
+
+if __name__ == "__main__":
+    import flower_simulation  # Ray's processes need it under its name
+
+    flower_simulation.main(Path(sys.argv[1]))

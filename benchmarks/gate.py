@@ -1,8 +1,10 @@
-"""What the gate and the energy are worth where inputs are not those of home: accuracy and calibration.
+"""What gate, energy and weights are worth where inputs are not those of home: accuracy, calibration, and the warning.
 
 Each device's installed bundle of `fedge` (30 rounds, everybody) predicts samples of six kinds, as it is and with parts
-of its mixture taken out: `no gate` r = 0, `no energy` beta = 0, `neither`, and `energy` beta = 1 without the gate. The
-gate is the one that was trained with the pooled beta, which is told, too.
+of its mixture taken out: `no gate` r = 0, `no energy` beta = 0, `neither`, `equal` neither, and equal weights. The gate
+is the one that was trained with the pooled beta, which is told, too. `shift` is the mode of `fedge infer` for samples
+unlike the device's own: neither gate nor class shares nor weights, energies alone. `tempered` is no part of fedge: what
+the bundle says at the temperature 1 plus what the free energy is above the bound of outliers.
 
   own          the device's own test samples
   noise        with noise as large as half their deviation
@@ -12,11 +14,15 @@ gate is the one that was trained with the pooled beta, which is told, too.
   unseen       test samples of other devices, of classes that it has no sample of
 
 Rows are means over the devices, then over the seeds, of accuracy in %, mean negative log-likelihood in nats, and
-expected calibration error in points (ten bins of equal width over all devices' samples). The last column has the
-paired differences of `as it is` to `neither`, with the standard error over the seeds.
+expected calibration error in points (ten bins of equal width over all devices' samples). Then the paired differences of
+`as it is` to `neither`, with the standard error over the seeds, and how well samples of this kind are told from the
+device's own: the area under the curve (0.5: not at all) by the free energy, and by the largest probability.
+
+`--augmented` fits all that learns from validation samples (T, kappa, beta, weights, gate, guard) to copies of them,
+too: faint, with noise, and with a square or stretch of them missing, none of them as above.
 
     python benchmarks/gate.py
-    python benchmarks/gate.py --data DIR --tasks digits,uci-har --seeds 60,61,62 --json gate.json
+    python benchmarks/gate.py --data DIR --tasks digits,mnist,uci-har,spoken-digits --seeds 60,61 --json gate.json
 """
 
 from __future__ import annotations
@@ -27,26 +33,36 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from default_method import SETTINGS, changed, paired, source_of
+from sklearn.metrics import roc_auc_score
 
 import fedge
 from coordinator.simulation.federation import deal
 from deploy.engines import Separate
-from deploy.fusion import Formula, fuse, gate_scores
 from deploy.runtime import Runtime
 from fedge import preprocess
-from fedge.tasks import Share
+from fedge.bundle import Reference
+from fedge.energies import free_energy
+from fedge.fusion import Formula, fuse, gate_scores
+from fedge.tasks import DeviceData, Share
 
-TASKS: Final[Mapping[str, dict[str, Any]]] = {
-    "digits": {"alpha": 0.5},
-    "uci-har": {"partition": "natural"},
+TASKS: Final[Mapping[str, str]] = {
+    "digits": "digits, alpha 0.5",
+    "mnist": "MNIST, alpha 0.5",
+    "fashion-mnist": "Fashion, alpha 0.5",
+    "uci-har": "HAR, 60 windows each",
+    "spoken-digits": "spoken digits, 6 speakers",
 }
-VARIANTS: Final = ("as it is", "no gate", "no energy", "neither", "energy")
+"""Settings of `default_method.py`."""
+VARIANTS: Final = ("as it is", "no gate", "no energy", "neither", "equal", "shift", "tempered")
 MEASURES: Final = ("accuracy", "nll", "ece")
+WARNINGS: Final = ("energy", "probability")
 STRANGERS: Final = 200
 """Samples of others that a device is asked about, at most, of each kind."""
 BINS: Final = 10
@@ -58,7 +74,8 @@ def kinds(device: str, shares: Mapping[str, Share], rng: np.random.Generator) ->
     own = shares[device]
     x, y = own.x_test.astype(np.float64), own.y_test
     dead = x.copy()
-    dead[:, : max(1, x.shape[1] // 3)] = x.min()
+    rows = np.moveaxis(dead, -2 if x.ndim > 2 else 1, 1)  # of an image, whatever the order of its axes
+    rows[:, : max(1, rows.shape[1] // 3)] = x.min()
     others = [share for i, share in shares.items() if i != device]
     far_x, far_y = (np.concatenate([getattr(share, name) for share in others]) for name in ("x_test", "y_test"))
     known = np.isin(far_y, np.concatenate([own.y_train, own.y_val]))
@@ -78,40 +95,89 @@ def kinds(device: str, shares: Mapping[str, Share], rng: np.random.Generator) ->
     return {kind: samples for kind, samples in found.items() if len(samples[1])}
 
 
-def variants(runtime: Runtime, x: np.ndarray) -> dict[str, np.ndarray]:
-    """Probabilities (n, C) of model inputs, with all of the mixture and with parts taken out."""
-    engine = runtime._engine  # noqa: SLF001 - nothing else has a bundle's parts
+def parts_of(runtime: Runtime) -> Separate:
+    """Nothing else has a bundle's parts."""
+    engine = runtime._engine  # noqa: SLF001
     assert isinstance(engine, Separate)
+    return engine
+
+
+def variants(runtime: Runtime, shifted: Runtime, x: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Probabilities (n, C) of model inputs, with all of the mixture and with parts taken out; free energies (n,)."""
+    engine = parts_of(runtime)
     how, n = engine._how, len(runtime.manifest.candidates)  # noqa: SLF001
     logits = [engine._logits(k, x) for k in range(n)]  # noqa: SLF001
-    omega = np.log(np.maximum([c.weight for c in runtime.manifest.candidates], 1e-38)).astype(np.float32)
-    plain = replace(how.gate, out=np.zeros_like(how.gate.out), out_bias=omega)
+    share = np.array([c.weight for c in runtime.manifest.candidates])
+    omega = np.log(np.maximum(share, 1e-38)).astype(np.float32)
 
-    def said(formula: Formula) -> np.ndarray:
-        return fuse(formula, logits, gate_scores(formula, x))[0]
+    def with_weights(log_weights: np.ndarray) -> Formula:
+        return replace(how, gate=replace(how.gate, out=np.zeros_like(how.gate.out), out_bias=log_weights))
 
     def with_beta(formula: Formula, beta: float) -> Formula:
         return replace(formula, energies=replace(formula.energies, beta=np.float32(beta)))
 
-    ungated = replace(how, gate=plain)
-    formulas = (how, ungated, with_beta(how, 0), with_beta(ungated, 0), with_beta(ungated, 1))
-    return {name: said(formula) for name, formula in zip(VARIANTS, formulas, strict=True)}
+    ungated = with_weights(omega)
+    equal = with_weights(np.where(share > 0, np.float32(0), omega))
+    in_shift = parts_of(shifted)._how  # noqa: SLF001
+    formulas = (how, ungated, with_beta(how, 0), with_beta(ungated, 0), with_beta(equal, 0), in_shift)
+    found = [fuse(formula, logits, gate_scores(formula, x)) for formula in formulas]
+    p, weights, energies = found[0]
+    free = free_energy(weights, energies)
+    yardstick = runtime.manifest.reference
+    bound = yardstick.outlier_above if isinstance(yardstick, Reference) else np.inf
+    powers = p ** (1 / (1 + np.maximum(free - bound, 0)))[:, np.newaxis]
+    tempered = powers / powers.sum(axis=1, keepdims=True)
+    return dict(zip(VARIANTS, [*(p for p, _, _ in found), tempered], strict=True)), free
 
 
-def measured(task: str, data: Path | None, seed: int) -> dict[tuple[str, str, str], float]:
-    """Each measure of each kind and variant; beta under ("pooled", "beta", "")."""
-    source = {} if task == "digits" else {"data": (data or Path()) / task}
+def augmented(own: DeviceData) -> DeviceData:
+    """The data of a device with worse copies of its validation samples, too."""
+    rng, x = np.random.default_rng(len(own.y_val)), own.x_val
+    holes = x.copy()
+    for sample in holes:
+        hole = tuple(slice(at, at + max(1, size // 2)) for size in sample.shape for at in [rng.integers(size)])
+        sample[hole if sample.ndim == 1 else (slice(None), *hole[1:])] = x.min(initial=0)
+    noisy = x + rng.normal(0, rng.uniform(0.1, 0.9, (len(x), *(1,) * (x.ndim - 1))), x.shape)
+    copies = np.concatenate([x, x * 0.7, noisy, holes]).astype(np.float32)
+    marks = None if own.sensitive_val is None else np.tile(own.sensitive_val, 4)
+    return DeviceData(own.x_train, own.y_train, own.sensitive, copies, np.tile(own.y_val, 4), marks)
+
+
+def measured(task: str, given: argparse.Namespace, seed: int) -> dict[tuple[str, str, str], float]:
+    """Each measure of each kind and variant, the warnings; beta under ("pooled", "beta", "")."""
+    settings: dict[str, Any] = {**SETTINGS[TASKS[task]], "method": given.method, "rounds": given.rounds}
     probabilities: dict[tuple[str, str], list[tuple[np.ndarray, np.ndarray]]] = defaultdict(list)
+    told: dict[tuple[str, str], list[float]] = defaultdict(list)
     found: dict[tuple[str, str, str], float] = {}
     with tempfile.TemporaryDirectory() as folder:
-        done = fedge.simulate(task=task, seed=seed, global_test=0.0, out=Path(folder) / "out", **TASKS[task], **source)
-        federation = deal(done.scenario, seed)
-        for number, device in enumerate(federation.shares):
+        source = source_of(str(settings.pop("set")), given.data, Path(folder))
+        with changed(augmented) if given.augmented else nullcontext():
+            done = fedge.simulate(
+                seed=seed,
+                global_test=0.0,
+                hardware="none",
+                out=Path(folder) / "out",
+                progress=None,
+                **settings,
+                **source,
+            )
+        dealt = deal(done.scenario, seed)
+        for number, device in enumerate(dealt.shares):
             runtime = fedge.load(done.bundle(device), engine="separate")
+            shifted = fedge.load(done.bundle(device), engine="separate", mode="shift")
             found["pooled", "beta", ""] = float(runtime.manifest.fusion.beta)
-            for kind, (x, y) in kinds(device, federation.shares, np.random.default_rng((seed, number))).items():
-                for variant, p in variants(runtime, preprocess.apply(federation.task, x)).items():
+            own: dict[str, np.ndarray] = {}
+            for kind, (x, y) in kinds(device, dealt.shares, np.random.default_rng((seed, number))).items():
+                by_variant, free = variants(runtime, shifted, preprocess.apply(dealt.task, x))
+                for variant, p in by_variant.items():
                     probabilities[kind, variant].append((p, y))
+                strange = {"energy": free, "probability": -by_variant["as it is"].max(axis=1)}
+                own = own or strange
+                for warning, scores in strange.items():
+                    others = np.repeat([0, 1], [len(own[warning]), len(scores)])
+                    told[kind, warning].append(roc_auc_score(others, np.concatenate([own[warning], scores])))
+    for (kind, warning), areas in told.items():
+        found[kind, warning, "auc"] = float(np.mean(areas))
     for (kind, variant), each in probabilities.items():
         found[kind, variant, "accuracy"] = 100 * float(np.mean([(p.argmax(axis=1) == y).mean() for p, y in each]))
         losses = [-np.log(np.maximum(p[np.arange(len(y)), y], 1e-30)).mean() for p, y in each]
@@ -131,32 +197,36 @@ def calibration_error(each: Sequence[tuple[np.ndarray, np.ndarray]]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, help="folder with uci-har")
+    parser.add_argument("--data", type=Path, help="folder of the data sets (docs/results/fedge.md)")
     parser.add_argument("--tasks", default="digits", help=f"some of {','.join(TASKS)} (default digits)")
     parser.add_argument("--seeds", default="60,61,62", help="with commas (default 60,61,62)")
+    parser.add_argument("--method", default="fedge", help="such as benchmarks.default_method:PooledWeights")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--augmented", action="store_true", help="see above")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
-    arguments = parser.parse_args()
-    seeds = [int(seed) for seed in arguments.seeds.split(",")]
+    given = parser.parse_args()
+    seeds = [int(seed) for seed in given.seeds.split(",")]
     figures: dict[str, Any] = {}
-    for task in arguments.tasks.split(","):
+    for task in given.tasks.split(","):
         runs = []
         for seed in seeds:
-            print(f"\r{task}, seed {seed} ", end="", file=sys.stderr, flush=True)
-            runs.append(measured(task, arguments.data, seed))
-        print(file=sys.stderr)
+            print(f"{task}, seed {seed}", file=sys.stderr, flush=True)
+            runs.append(measured(task, given, seed))
         print(f"{task}: beta {' '.join(str(run['pooled', 'beta', '']) for run in runs)}; accuracy / nll / ece")
-        print(f"| inputs | {' | '.join(VARIANTS)} | as it is - neither |\n{'|---' * (len(VARIANTS) + 2)}|")
+        print(f"| inputs | {' | '.join(VARIANTS)} | as it is - neither | told by {', '.join(WARNINGS)} |")
+        print("|---" * (len(VARIANTS) + 3) + "|")
         for kind in dict.fromkeys(kind for kind, _, measure in runs[0] if measure):
             every = {m: np.array([[run[kind, v, m] for v in VARIANTS] for run in runs]) for m in MEASURES}
             means = [every[m].mean(axis=0) for m in MEASURES]
             cells = [f"{a:.1f} / {nll:.3f} / {e:.1f}" for a, nll, e in zip(*means, strict=True)]
             pairs = {m: every[m][:, 0] - every[m][:, VARIANTS.index("neither")] for m in MEASURES}
-            errors = [np.std(p, ddof=1) / np.sqrt(len(p)) if len(p) > 1 else 0.0 for p in pairs.values()]
-            gains = [f"{p.mean():+.3f} ± {e:.3f}" for p, e in zip(pairs.values(), errors, strict=True)]
-            print(f"| {kind} | {' | '.join(cells)} | {' / '.join(gains)} |", flush=True)
-            figures.setdefault(task, {})[kind] = {m: every[m].tolist() for m in MEASURES}
-    if arguments.json:
-        arguments.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+            gains = [paired(p, 3) for p in pairs.values()]
+            areas = {w: [run[kind, w, "auc"] for run in runs] for w in WARNINGS}
+            told = ", ".join(f"{np.mean(area):.2f}" for area in areas.values())
+            print(f"| {kind} | {' | '.join(cells)} | {' / '.join(gains)} | {told} |", flush=True)
+            figures.setdefault(task, {})[kind] = {m: every[m].tolist() for m in MEASURES} | areas
+    if given.json:
+        given.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -38,8 +38,9 @@ import deploy
 from export import Candidate, GateWeights, Mixture, write_bundle
 from export.branch import branch
 from export.graph import filled
-from export.parity import logits_of, n_gate_features
+from export.parity import logits_of
 from fedge.bundle import INPUT, read
+from fedge.fusion import n_gate_features
 from fedge.messages import Role
 from fedge.models import build, initial
 from fedge.models import load as load_model
@@ -95,7 +96,7 @@ class Subject:
         self.models = [initial(self.task, k)[1] for k in range(m)]
         roles = [Role.PRIVATE, *[Role.EXPERT] * n_experts]
         rng = np.random.default_rng(0)
-        n_features = n_gate_features(self.task)
+        n_features = n_gate_features(self.task.input_shape)
         gate = GateWeights(*(rng.normal(size=s) * 0.1 for s in ((16, n_features), (16,), (m, 16), (m,))))
         self.mixture = Mixture(
             tuple(Candidate(roles[k], f"c{k}", self.models[k], 1.4, 0.5, 2.3, 0.3, 1 / m) for k in range(m)),
@@ -109,7 +110,7 @@ class Subject:
     def floor(self) -> Callable[[np.ndarray], object]:
         """Gate and candidates as sessions of their own, one after the other."""
         singles = [session(self.single(k)) for k in range(self.n_experts + 1)]
-        gate, n_features = session(self._gate()), n_gate_features(self.task)
+        gate, n_features = session(self._gate()), n_gate_features(self.task.input_shape)
 
         def run(x: np.ndarray) -> list:
             features = np.ascontiguousarray(x.reshape(len(x), -1)[:, :n_features])
@@ -168,7 +169,7 @@ class Subject:
         import onnx
         from onnx import helper, numpy_helper
 
-        n_features, m = n_gate_features(self.task), self.n_experts + 1
+        n_features, m = n_gate_features(self.task.input_shape), self.n_experts + 1
         nodes = [
             helper.make_node("Gemm", ["x", "a"], ["h"]), helper.make_node("Relu", ["h"], ["r"]),
             helper.make_node("Gemm", ["r", "b"], ["s"]),

@@ -83,6 +83,9 @@ from fedge.topics import Topics
 from fedge.transfer import Receiver
 from fedge.transport import BrokerSettings, Inbound, Transport, Will
 
+sys.path.append(str(Path(__file__).parent))  # tests import this file, too
+from processes import cpu_s, machine, peak_mb
+
 TOPICS = Topics("load")
 PARTS = ("coordinator", "helpers", "broker", "herds")
 AT_ONCE = 100
@@ -257,18 +260,6 @@ class Herd:
 
 
 # ------------------------------------------------------------------------------------------------------ the run
-
-
-def cpu_s(pid: int) -> float:
-    """Processor time that a process has used (Linux)."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def peak_mb(pid: int) -> float:
-    """Largest resident memory of a process so far (Linux)."""
-    (line,) = [x for x in Path(f"/proc/{pid}/status").read_text().splitlines() if x.startswith("VmHWM")]
-    return int(line.split()[1]) / 1024
 
 
 class Run:
@@ -456,8 +447,7 @@ def main() -> None:
     if args.plot:
         plot(rows, args.plot)
     if args.json:
-        given = {"processors": len(os.sched_getaffinity(0)), "load": round(os.getloadavg()[0], 1)}
-        found = {"benchmark": "load", "weights": layout.n_params, **given, "sizes": rows}
+        found = {"benchmark": "load", **machine(), "weights": layout.n_params, "sizes": rows}
         args.json.write_text(json.dumps(found, indent=2) + "\n")
 
 

@@ -1,6 +1,9 @@
-"""The networks of the runtime's targets, as a user would bring networks of their own: `networks:cnn28`."""
+"""Networks as a user would bring networks of their own: `networks:cnn28`; of the runtime's targets, and of papers."""
 
 from __future__ import annotations
+
+import itertools
+import math
 
 from torch import nn
 
@@ -40,6 +43,22 @@ def rn18(task: TaskSpec) -> nn.Module:
     network.conv1 = nn.Conv2d(task.input_shape[0], 64, 3, padding=1, bias=False)
     network.maxpool = nn.Identity()
     return network
+
+
+def mlp64(task: TaskSpec) -> nn.Module:
+    """The perceptron 64-64-10, on digits."""
+    return _perceptron(task, 64)
+
+
+def mlp64_32(task: TaskSpec) -> nn.Module:
+    """64-64-32-10 on digits, 196-64-32-10 on MNIST; the last layer is the head."""
+    return _perceptron(task, 64, 32)
+
+
+def _perceptron(task: TaskSpec, *hidden: int) -> nn.Module:
+    sizes = (math.prod(task.input_shape), *hidden)
+    layers = [layer for pair in itertools.pairwise(sizes) for layer in (nn.Linear(*pair), nn.ReLU())]
+    return nn.Sequential(nn.Flatten(), *layers, nn.Linear(sizes[-1], task.n_classes))
 
 
 def _convolutions(n_inputs: int, first: int, second: int) -> list[nn.Module]:

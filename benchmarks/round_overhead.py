@@ -7,7 +7,7 @@ default, int8 both ways, sends less than a quarter of them: --codec int8+zstd --
 
     seconds   from the end of a round to the end of the next: orders, model down, updates up and checked, durable
               reports, average, durable model and state. Median; the first round, which connects, does not count
-    CPU       seconds a round: coordinator, one agent (mean), broker, all processes together
+    CPU       seconds a round: coordinator with the processes that check for it, one agent (mean), broker, all together
     memory    VmHWM: the largest resident set of the process in its life
 
 The rival's figures are published measurements of Flower 1.41 with 4 nodes; they are not measured here.
@@ -34,6 +34,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import numpy as np
+import psutil
+from processes import cpu_s, peak_mb
 
 from edge_agent.worker import Finished
 from fedge.broker import LocalBroker
@@ -57,19 +59,6 @@ def task_of(model: str) -> TaskSpec:
     classes = tuple("0123456789")
     options = {"hidden": HIDDEN[model]}
     return TaskSpec(name="overhead", classes=classes, input_shape=(64,), model="mlp", model_options=options)
-
-
-def peak_mb() -> float:
-    """The largest resident set of this process so far."""
-    status = Path("/proc/self/status").read_text(encoding="ascii")
-    (peak,) = (line.split()[1] for line in status.splitlines() if line.startswith("VmHWM"))
-    return int(peak) * 1024 / 1e6
-
-
-def cpu_s(pid: int) -> float:
-    """CPU time that the threads of a process have used (Linux)."""
-    threads = Path(f"/proc/{pid}/task").glob("*/schedstat")
-    return sum(int(path.read_text(encoding="ascii").split()[0]) for path in threads) / 1e9
 
 
 # ------------------------------------------------------------------------------------------------------ the agents
@@ -108,7 +97,7 @@ async def run_agent(port: int, home: Path, model: str, device_id: str) -> dict[s
     agent = Agent(identity, BrokerSettings("127.0.0.1", port), home / device_id, lambda: Idle(device_id))
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, agent.stop)
     await agent.run()
-    return {"peak_mb": peak_mb()}
+    return {"peak_mb": peak_mb(os.getpid())}
 
 
 # -------------------------------------------------------------------------------------------------- the coordinator
@@ -140,7 +129,8 @@ async def run_coordinator(
     def observe(event: str, fields: dict[str, Any]) -> None:
         if event == "round_done" and len(ends) <= rounds:
             ends.append(time.monotonic())
-            cpu.append([cpu_s(pid) for pid in pids.values()])
+            checking = sum(cpu_s(child.pid) for child in psutil.Process().children())
+            cpu.append([cpu_s(pid) + (checking if name == "coordinator" else 0.0) for name, pid in pids.items()])
             bytes_moved.append((fields["bytes_up"], fields["bytes_down"]))
 
     with closing(Store(settings.home)) as store:
@@ -152,7 +142,7 @@ async def run_coordinator(
         "mb_up": (bytes_moved[-1][0] - bytes_moved[0][0]) / rounds / 1e6,
         "mb_down": (bytes_moved[-1][1] - bytes_moved[0][1]) / rounds / 1e6,
         "cpu_s_per_round": dict(zip(pids, np.median(np.diff(cpu, axis=0), axis=0).tolist(), strict=True)),
-        "peak_mb": peak_mb(),
+        "peak_mb": peak_mb(os.getpid()),
     }
 
 

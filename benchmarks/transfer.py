@@ -44,6 +44,7 @@ from typing import Any
 
 import paho.mqtt.client as paho
 from paho.mqtt.enums import CallbackAPIVersion, MQTTProtocolVersion
+from processes import cpu_s
 
 from fedge.broker import LocalBroker
 from fedge.files import BlobFolder, sync_folder
@@ -207,12 +208,6 @@ class Child:
     def end(self) -> None:
         self.pipe.send(None)
         self.process.join(10)
-
-
-def cpu_s(pid: int) -> float:
-    """CPU time that all threads of a process have used (Linux)."""
-    threads = Path(f"/proc/{pid}/task").glob("*/schedstat")
-    return sum(int(path.read_text().split()[0]) for path in threads) / 1e9
 
 
 class Bench:

@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from export import Candidate, GateWeights, Mixture, write_bundle
-from export.parity import n_gate_features
 from fedge import child
 from fedge.errors import ConfigError
 from fedge.messages import Role
@@ -47,7 +46,7 @@ def mixture_of(
         ),
         log_prior=np.zeros(task.n_classes) if log_prior is None else log_prior,
         beta=0.0,
-        gate=GateWeights.untrained(n_gate_features(task), len(models)),
+        gate=GateWeights.untrained(task.input_shape, len(models)),
         top=len(models),
     )
 

@@ -18,6 +18,7 @@ from typing import Final
 import click
 import msgspec
 
+from coordinator.blobs import blobs_in
 from coordinator.database import Database, database, failures
 from coordinator.store import ISSUE, migrate, undeleted
 from coordinator.watch import read_summary
@@ -35,8 +36,7 @@ def back_up(home: Path, store: str | None, folder: Path) -> int:
     """Copy the home of a coordinator, which may be running; returns the number of tensors.
 
     Raises:
-        ConfigError: there is no coordinator's home, it has no tables here, its tensors are in a bucket, or the folder
-            is there already.
+        ConfigError: there is no coordinator's home, it has no tables here, or the folder is there already.
         StoreError: the store cannot be read or the copy not be written, or a tensor is damaged.
     """
     federation = read_summary(home)["federation"]
@@ -45,17 +45,20 @@ def back_up(home: Path, store: str | None, folder: Path) -> int:
     with _made(folder) as made, undeleted(home):
         with closing(database(home, store, federation)()) as source, closing(database(made, None, "")()) as target:
             migrate(source, check=True)
-            if bucket := [url for (url,) in source.execute("SELECT value FROM meta WHERE name = 'blobs'") if url]:
-                raise ConfigError(
-                    f"the tensors are in {bucket[0]}: stop the coordinator and copy both by tools of their own"
-                )
             source.snapshot()
+            bucket = [url for (url,) in source.execute("SELECT value FROM meta WHERE name = 'blobs'") if url]
             _copy_tables(source, target)
-        return _copy_files(home, made)
+        return _copy_files(home, made, bucket[0] if bucket else None)
 
 
-def restore_to(folder: Path, home: Path, store: str | None) -> int:
+def restore_to(folder: Path, home: Path, store: str | None, blobs: str | None = None) -> int:
     """Restore a coordinator's home from a backup; returns the number of tensors. Open orders get new ids.
+
+    Args:
+        folder: of the backup.
+        home: to make.
+        store: postgresql://... to have the tables there.
+        blobs: s3://... to have the tensors there, too.
 
     Raises:
         ConfigError: no backup, or the target exists.
@@ -64,6 +67,8 @@ def restore_to(folder: Path, home: Path, store: str | None) -> int:
     federation = read_summary(folder)["federation"]
     with _made(home) as made:
         n_tensors = _copy_files(folder, made)
+        if blobs is not None:
+            blobs_in(made, blobs, dispatcher=True).send_all()
         given = made / "given"  # opening a file changes it, and its tables may be of an earlier version
         given.mkdir()
         shutil.copyfile(folder / "store.db", given / "store.db")
@@ -72,6 +77,7 @@ def restore_to(folder: Path, home: Path, store: str | None) -> int:
             target.alone(f"a coordinator works for federation {federation} on this server: stop it")
             if target.version() and target.execute("SELECT name FROM meta"):
                 raise ConfigError(f"{federation} is on this server already: drop the schema of that name first")
+            source.execute("UPDATE meta SET value = $1 WHERE name = 'blobs'", blobs or "")
             _reissue(source)
             _copy_tables(source, target)
         shutil.rmtree(given)
@@ -109,16 +115,18 @@ def _copy_tables(source: Database, target: Database) -> None:
     target.execute("COMMIT")
 
 
-def _copy_files(source: Path, target: Path) -> int:
-    """Copy and verify the tensors and the files beside them; returns the number of tensors."""
+def _copy_files(source: Path, target: Path, bucket: str | None = None) -> int:
+    """Copy and verify the tensors, wherever they are, and the files beside them; returns the number of tensors."""
+    for name in BESIDE:
+        if (source / name).exists():
+            copy_durably(source / name, target / name)
+    if bucket is not None:
+        return blobs_in(target, bucket, dispatcher=True).bring_all()
     blobs = sorted(BlobFolder(source / "blobs"))
     (target / "blobs").mkdir()
     for digest in blobs:
         if copy_durably(source / "blobs" / digest, target / "blobs" / digest) != digest:
             raise StoreError(f"{source / 'blobs' / digest} is damaged: it is not what its name says")
-    for name in BESIDE:
-        if (source / name).exists():
-            copy_durably(source / name, target / name)
     return len(blobs)
 
 
@@ -150,7 +158,8 @@ _folder = click.argument("folder", type=click.Path(path_type=Path))
 def backup(folder: Path, home: Path, store: str | None, as_json: bool) -> int:
     """Copy a coordinator's home to FOLDER, consistently, while it runs or after it has stopped.
 
-    FOLDER has the tables as one file, also where they are on a server, and the tensors; no keys, no certificates.
+    FOLDER has the tables as one file, also where they are on a server, and the tensors, also where they are in a
+    bucket; no keys, no certificates.
 
     \b
     Examples:
@@ -168,8 +177,9 @@ def backup(folder: Path, home: Path, store: str | None, as_json: bool) -> int:
 @_folder
 @click.option("--home", type=click.Path(path_type=Path), required=True, help="The new home, which is not there yet.")
 @click.option("--store", help="postgresql://... to have the tables there; without: HOME/store.db.")
+@click.option("--blobs", help="s3://BUCKET/FOLDER to have the tensors there; without: HOME/blobs.")
 @JSON
-def restore(folder: Path, home: Path, store: str | None, as_json: bool) -> int:
+def restore(folder: Path, home: Path, store: str | None, blobs: str | None, as_json: bool) -> int:
     """Make a coordinator's home of a backup in FOLDER.
 
     Start `fedge coordinator` with it as before, once the old coordinator has ended for good: it goes on with the round
@@ -178,13 +188,13 @@ def restore(folder: Path, home: Path, store: str | None, as_json: bool) -> int:
     \b
     Examples:
       fedge restore backups/monday --home shop2
-      fedge restore backups/monday --home shop2 --store postgresql://fedge@db/fedge
+      fedge restore backups/monday --home shop2 --store postgresql://fedge@db/fedge --blobs s3://tensors/shop2
 
     \b
     Exit codes: 0 done, 2 no backup, or HOME or the federation's schema is there already, 4 the backup cannot be read or
     the home not be written, a newer fedge made it, or a tensor is damaged.
     """  # noqa: D301
-    return _tell("restored", restore_to(folder, home, store), folder, home, home, as_json)
+    return _tell("restored", restore_to(folder, home, store, blobs), folder, home, home, as_json)
 
 
 def _tell(event: str, n_tensors: int, source: Path, target: Path, made: Path, as_json: bool) -> int:

@@ -40,6 +40,13 @@ class Blobs(BlobFolder):
         """The file of a blob, fetched if need be; None: no such blob."""
         return self.path(digest) if digest in self else None
 
+    def bring_all(self) -> int:
+        """Have the files of all blobs here; returns their number."""
+        return sum(1 for _ in self)
+
+    def send_all(self) -> None:
+        """Have all blobs whose files are here where they are stored."""
+
     def let_go(self, wanted: Collection[str]) -> None:
         """Keep only these local copies of blobs stored elsewhere."""
 
@@ -124,6 +131,17 @@ class _Bucket(Blobs):
         if digest_of(data) != digest:
             raise StoreError(f"{self._url}/{digest} holds other bytes than were stored there")
         return data
+
+    def bring_all(self) -> int:
+        with self._guarded():
+            there = [one["path"] for some in self._api.list(self._bucket) for one in some]
+        for digest in there:
+            self.bring(digest)
+        return len(there)
+
+    def send_all(self) -> None:
+        for digest in self:
+            self.take(self.path(digest))
 
     def bring(self, digest: str) -> Path | None:
         if digest not in self:

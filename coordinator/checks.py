@@ -10,10 +10,11 @@ import math
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from msgspec import Struct
+from numpy.typing import NDArray
 
 from coordinator.fleet.devices import CLASSES
 from coordinator.methods import Option, method_class, options_of
@@ -60,13 +61,14 @@ class Examined(Struct, frozen=True, kw_only=True):
     findings: tuple[Finding, ...]
 
 
-def examine(task: TaskSpec, layout: Layout, without_profile: str = "") -> Examined:
+def examine(task: TaskSpec, layout: Layout, without_profile: str = "", devices_gb: float | None = None) -> Examined:
     """Try out the task's network.
 
     Args:
         task: what is learned; its network was built once (`fedge.models.initial`), which finds wrong input shapes.
         layout: of the network.
         without_profile: effect on the method if the network has no ReLU; empty: it needs none.
+        devices_gb: memory that is free on the devices; None: they may be any board in `coordinator.fleet.devices`.
 
     Raises:
         ConfigError: as `fedge.models.build`.
@@ -87,7 +89,7 @@ def examine(task: TaskSpec, layout: Layout, without_profile: str = "") -> Examin
         parameters=layout.n_params,
         size_bytes=4 * sum(math.prod(info.shape) for info in layout.tensors),
         ram_gb=round(ram_gb, 2),
-        findings=(*found, *_memory(ram_gb)),
+        findings=(*found, *_memory(ram_gb, devices_gb)),
     )
 
 
@@ -136,38 +138,37 @@ def _graph(task: TaskSpec, layout: Layout, module: torch.nn.Module, x: torch.Ten
     import torch
 
     from export.graph import single
-    from export.parity import run
+    from export.parity import difference, leaning, run
     from fedge.models import dump
 
     do = "leave out what ONNX has no operator for, and what decides by the values of its input"
     part = to_bytes(unflatten(dump(module, layout), layout))
+
+    def by_torch(lean: float) -> NDArray[np.floating]:
+        with leaning(module, lean):
+            return np.asarray(module(x))
+
     try:
         with tempfile.TemporaryDirectory(prefix="fedge-check-") as folder, torch.inference_mode():
             (Path(folder) / slot(0)).write_bytes(part)
             found = run(single(task, part), Path(folder), x.numpy())[0]
-            difference = float(np.abs(found - module(x).numpy()).max())
+            largest = difference(found, by_torch)
     except ConfigError as error:
         return [Finding(str(error), do, stops=True)]
-    if difference <= TOLERANCE:
+    if largest <= TOLERANCE:
         return []
-    return [Finding(f"exported to ONNX the network gives other numbers, by up to {difference:.3g}", do, stops=True)]
+    return [Finding(f"exported to ONNX the network gives other numbers, by up to {largest:.3g}", do, stops=True)]
 
 
-def _memory(ram_gb: float) -> list[Finding]:
-    small = [f"{board.name} ({board.free_ram_gb} GB free)" for board in CLASSES if (board.free_ram_gb or 0) < ram_gb]
+def _memory(ram_gb: float, devices_gb: float | None) -> list[Finding]:
+    free = {board.name: board.free_ram_gb or 0.0 for board in CLASSES}
+    if devices_gb is not None:
+        free = {"the devices": devices_gb}
+    small = [f"{name} ({gb:g} GB free)" for name, gb in free.items() if gb < ram_gb]
     if not small:
         return []
     do = "take a smaller network, train a part of it (--adapt lora), or let these only predict"
     return [Finding(f"training takes about {ram_gb:.2f} GB of memory, too much for {', '.join(small)}", do)]
-
-
-def classes_without_samples(task: TaskSpec, y: np.ndarray[Any, Any]) -> list[Finding]:
-    """The classes without samples."""
-    counts = np.bincount(y, minlength=task.n_classes)
-    if not (missing := [name for name, n in zip(task.classes, counts, strict=True) if n == 0]):
-        return []
-    do = "nobody can learn them: add samples, or leave the classes out"
-    return [Finding(f"no sample is of {', '.join(missing[:8])}{', ...' * (len(missing) > 8)}", do)]
 
 
 def without_profile(method: str, options: Mapping[str, Option]) -> str:

@@ -10,11 +10,13 @@ import click
 import msgspec
 from msgspec import Meta, Struct
 
-from coordinator.checks import Examined, Finding, classes_without_samples, examine, without_profile
+from coordinator import samples
+from coordinator.checks import Examined, examine, without_profile
 from coordinator.options import method_and_options, method_options, resolve_options
 from fedge.config import resolve, settings_options
 from fedge.errors import ConfigError
 from fedge.task import TaskSpec
+from fedge.text import printable
 from fedge.weights import Adapt, ModelName, Weights, with_network
 
 MANY: Final = 2000
@@ -30,26 +32,35 @@ class CheckSettings(Struct, frozen=True, kw_only=True):
     weights: Weights = None
     adapt: Adapt = None
     method: Annotated[str, Meta(description="Some methods ask more of a network than others.")] = "fedge"
+    ram_gb: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(description="Memory that is free on your devices; by default usual boards are compared."),
+    ] = None
     allow: Annotated[str, Meta(description="Code that a .json may name, with commas: package.module:name.")] = ""
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @settings_options(CheckSettings, "check")
 @method_options
+@click.argument("devices", nargs=-1, type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="All that was found, as JSON.")
-def check(config: Path | None, options: tuple[str, ...], as_json: bool, **flags: object) -> int:
+def check(
+    config: Path | None, options: tuple[str, ...], devices: tuple[Path, ...], as_json: bool, **flags: object
+) -> int:
     """Tell what would not work with a task and a network, before anything is started.
 
     Builds the network, gives it inputs of the task's shape, exports it as devices do, and says how much memory a device
-    needs to train it. With --data it reads the samples, too. `simulate` and `coordinator` do the same before they
-    begin.
+    needs to train it. `simulate` and `coordinator` do the same before they begin. With --data it also reads samples and
+    counts them; DEVICES are further sources, each what one device would read. Folders of images above the class folders
+    count as devices. Remarks: devices with few samples, class folders without images, class names with a typo.
 
     \b
     Examples:
       fedge check --task image-folder --data photos
       fedge check --task my_task:MyTask --data samples/all.npz --model my_task:network
       fedge check --task engines.toml --data all.csv --method fedepc
-      fedge check --task image-folder --data photos --model resnet-18 --json
+      fedge check --task engines.toml cam1.csv cam2.csv cam3.csv
+      fedge check --task image-folder --data photos --model resnet-18 --ram-gb 0.5
 
     \b
     Exit codes: 0 it works, perhaps with a remark, 2 wrong usage, or it would not work.
@@ -63,15 +74,20 @@ def check(config: Path | None, options: tuple[str, ...], as_json: bool, **flags:
     task = task_spec(settings.task, settings.data, allow=settings.allow.split(","))
     task = with_network(task, settings.model, settings.weights, settings.adapt)
     layout, _ = initial(task, 0)
-    examined = examine(task, layout, lacking)
-    n_samples, missing = _samples(settings, task)
-    examined = msgspec.structs.replace(examined, findings=(*examined.findings, *missing))
-    click.echo(msgspec.json.encode(examined).decode() if as_json else "\n".join(_lines(task, examined, n_samples)))
+    examined = examine(task, layout, lacking, settings.ram_gb)
+    n_read, counts = _samples(settings, task, devices)
+    folders = [path for path in (settings.data, *devices) if path is not None]
+    remarks = (*samples.oddities(counts), *samples.empty_folders(folders))
+    examined = msgspec.structs.replace(examined, findings=examined.findings + remarks)
+    if as_json:
+        click.echo(msgspec.json.encode(msgspec.structs.asdict(examined) | {"samples": counts}).decode())
+    else:
+        click.echo("\n".join(map(printable, _lines(task, examined, n_read, counts))))
     return ConfigError.exit_code if any(finding.stops for finding in examined.findings) else 0
 
 
-def _samples(settings: CheckSettings, task: TaskSpec) -> tuple[int, list[Finding]]:
-    """The number of samples, and what is wrong with them.
+def _samples(settings: CheckSettings, task: TaskSpec, devices: tuple[Path, ...]) -> tuple[int, samples.Counts]:
+    """The number of samples that were read, and all samples by device and class.
 
     Raises:
         ConfigError: they cannot be read, or do not fit the task.
@@ -79,23 +95,27 @@ def _samples(settings: CheckSettings, task: TaskSpec) -> tuple[int, list[Finding
     from fedge.preprocess import apply
     from fedge.tasks import device_data, pool
 
+    if settings.data is not None and settings.task.endswith(".json"):
+        devices = devices or (settings.data,)
+    if devices:
+        counts = {str(at): samples.by_class(task, device_data(task, at, seed=0).labelled[1]) for at in devices}
+        return sum(sum(of_device.values()) for of_device in counts.values()), counts
     if settings.data is None and settings.task != "digits":
-        return 0, []
-    if settings.task.endswith(".json"):
-        assert settings.data is not None
-        _, y = device_data(task, settings.data, seed=0).labelled
-        return len(y), classes_without_samples(task, y)
-    few = MANY if settings.task == "image-folder" else None
-    samples = pool(settings.task, settings.data, limit=few)
-    apply(task, samples.x[:1])
-    return len(samples.y), [] if few else classes_without_samples(task, samples.y)
+        return 0, {}
+    of_images = settings.task == "image-folder"
+    read = pool(settings.task, settings.data, limit=MANY if of_images else None)
+    apply(task, read.x[:1])
+    if of_images and settings.data is not None:
+        return len(read.y), samples.in_folder(settings.data)
+    return len(read.y), {"": samples.by_class(task, read.y)}
 
 
-def _lines(task: TaskSpec, examined: Examined, n_samples: int) -> Iterator[str]:
+def _lines(task: TaskSpec, examined: Examined, n_read: int, counts: samples.Counts) -> Iterator[str]:
     yield f"task      {task.name}, inputs {task.input_shape}, {task.n_classes} classes"
     yield f"network   {task.model}, {examined.parameters:,} trained weights, {examined.size_bytes / 1e6:.2f} MB whole"
     yield f"memory    about {examined.ram_gb:.2f} GB on a device that trains"
-    yield f"samples   {n_samples or 'none'} read"
+    yield f"samples   {n_read or 'none'} read"
+    yield from (f"          {line}" for line in samples.lines(counts))
     for finding in examined.findings:
         yield f"{'WRONG' if finding.stops else 'remark'}    {finding.what}"
         yield f"          {finding.do}"

@@ -22,29 +22,26 @@ from coordinator.service import CoordinatorSettings, Observer, happened, help_ou
 from coordinator.store import Store
 from coordinator.tracking import tracking
 from coordinator.watch import headline, read_summary
-from coordinator.watch_cli import UiSettings, ago, page
+from coordinator.watch_cli import UiSettings, ago, lasting, page
 from fedge.background import INTERRUPTED, until_stopped
 from fedge.config import resolve, settings_options
 from fedge.credentials import Credentials
-from fedge.errors import ConfigError, ProtocolError, StoreError, TransportError
+from fedge.errors import ConfigError, ProtocolError, StoreError
 from fedge.identity import Role, Subject
 from fedge.logs import bind, in_json, note
 from fedge.messages import Status, decode, is_outdated
+from fedge.retained import retained
 from fedge.sealed import speaker
 from fedge.tasks import task_spec
 from fedge.text import printable
 from fedge.topics import Topics
-from fedge.transport import BrokerSettings, Inbound, Transport, parse_address
+from fedge.transport import BrokerSettings, Transport, parse_address
 from fedge.weights import with_network
 
 log = logging.getLogger("fedge.coordinator")
 
 NO_BUNDLES: Final = 6
 """The run came to its end, and no device has a bundle."""
-QUIET_S: Final = 1.0
-"""A broker that has said nothing for so long has told all that it retains."""
-REACH_S: Final = 15.0
-"""Somebody who asks for the status waits no longer for a broker; a broker without MQTT 5 needs 2 s more than others."""
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -164,7 +161,10 @@ class Progress:
 
     def observe(self, event: str, fields: dict[str, Any]) -> None:
         """Process an event and redraw."""
-        if event == "waiting":
+        if event == "finished":
+            more = "start it with more --rounds to go on, or with another --home to begin anew"
+            self._line(f"finished: {fields['rounds']} rounds, {fields['bundles']} bundles installed; {more}")
+        elif event == "waiting":
             self._text = f"round {fields['round']}: waiting until {fields['devices']} devices are there"
             self._line(self._text)
         elif event == "round_begun":
@@ -237,7 +237,11 @@ def status(config: Path | None, as_json: bool, **flags: object) -> int:
     settings = resolve(StatusSettings, "status", config, flags)
     match settings.home, settings.broker, settings.federation:
         case Path() as home, None, None:
-            summary, lines = _federation_in(home)
+            summary = read_summary(home)
+            try:
+                lines = _federation_lines(summary)
+            except (KeyError, TypeError, AttributeError) as error:
+                raise StoreError(f"{home / 'summary.json'} is damaged or of another version: {error!r}") from error
         case None, str(broker), str(federation):
             devices = asyncio.run(look(settings.at(broker), federation))
             if not devices:
@@ -253,43 +257,34 @@ def status(config: Path | None, as_json: bool, **flags: object) -> int:
     return 0
 
 
-def _federation_in(home: Path) -> tuple[dict[str, Any], list[str]]:
-    """The coordinator's summary, and the same as text.
-
-    Raises:
-        ConfigError: there is none.
-        StoreError: it cannot be read.
-    """
-    summary = read_summary(home)
-    try:
-        lines = _federation_lines(summary)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise StoreError(f"{home / 'summary.json'} is damaged or of another version: {error!r}") from error
-    return summary, lines
-
-
 def _federation_lines(summary: dict[str, Any]) -> list[str]:
     history, devices = summary["history"], summary["devices"]
     accuracy = history[-1]["accuracy"] if history else None
     lines = [
-        f"federation  {summary['federation']} ({summary['method']}), as it was {_length(summary['age_s'])} ago",
+        f"federation  {summary['federation']} ({summary['method']}), as it was {lasting(summary['age_s'])} ago",
         f"rounds      {summary['round']} of {summary['rounds']}, {headline(summary)}",
         f"accuracy    {'-' if accuracy is None else f'{accuracy:.3f}'} (validation, last cohort)",
         f"clusters    {len(summary['clusters']) if summary['split'] else 'one global model'}",
         f"traffic     {summary['bytes_up'] / 1e6:.2f} MB up, {summary['bytes_down'] / 1e6:.2f} MB down",
-        *(_refusals(summary) or ["refused     nothing"]),
     ]
+    last = {name: f"; the last: {text}" for name, text in summary.get("last_refused", {}).items()}
+    refused = [f"{name}, {n} times{last.get(name, '')}" for name, n in summary["refused"].items()]
+    lines += [f"refused     {text}" for text in refused or ["nothing"]]
     lines += [f"expires     {text}" for text in summary.get("expiring", ())]
     problems = summary["problems"]
+    was = "was " if summary.get("ended") else ""
     for device in sorted(set(devices) | set(summary["selection"]) | set(problems) | set(summary["quarantined"])):
         bundle = ", bundle installed" if device in summary["installed"] else ""
         bundle = ", NO BUNDLE" if device in summary["without_bundle"] else bundle
         trained = summary["selection"].get(device, 0)
         seen_at = summary["fleet"].get(device, {}).get("seen_at")
         heard = f", heard {ago(seen_at)}" if seen_at else ""
-        lines.append(f"  {device}: {devices.get(device, 'not seen')}{heard}, trained {trained} times{bundle}")
+        presence = f"{was}{devices[device]}" if device in devices else "not seen"
+        lines.append(f"  {device}: {presence}{heard}, trained {trained} times{bundle}")
         if device in summary["clocks"]:
-            lines.append(f"    its clock is {_span(summary['clocks'][device])} the coordinator's: set the wrong one")
+            ahead_s = summary["clocks"][device]
+            where = f"{lasting(abs(ahead_s))} {'ahead of' if ahead_s > 0 else 'behind'}"
+            lines.append(f"    its clock is {where} the coordinator's: set the wrong one")
         if out := summary["quarantined"].get(device):
             lines.append(f"    in quarantine until round {out['until']}; --readmit {device} ends it")
             lines += [f"      round {e['round']}: {e['name']}, {e['detail']}" for e in out["evidence"]]
@@ -300,69 +295,26 @@ def _federation_lines(summary: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _refusals(summary: dict[str, Any]) -> list[str]:
-    last = summary.get("last_refused", {})
-    return [
-        f"refused     {name}, {n} times" + (f"; the last: {last[name]}" if name in last else "")
-        for name, n in summary["refused"].items()
-    ]
-
-
-def _length(seconds: float) -> str:
-    days, rest = divmod(round(seconds), 86400)
-    if days:
-        return f"{days} days"
-    return f"{rest // 3600} h {rest // 60 % 60} min" if rest >= 60 else f"{rest} s"
-
-
-def _span(ahead_s: float) -> str:
-    """The difference between two clocks, in words."""
-    return f"{_length(abs(ahead_s))} {'ahead of' if ahead_s > 0 else 'behind'}"
-
-
 async def look(broker: BrokerSettings, federation: str) -> dict[str, str]:
     """Presence of each device as retained by the broker, or advice about one of an earlier version.
 
     Raises:
         TransportError: the broker refused us for good, or cannot be reached.
     """
-    said: dict[str, Inbound] = {}
-    news = asyncio.Event()
     topics = Topics(federation)
     signed = speaker(broker, Subject(federation, Role.STATUS, "status"), None)
-
-    async def note(inbound: Inbound) -> None:
-        if inbound.payload:  # otherwise it was cleared
-            said[topics.parts(inbound.topic)[1]] = inbound
-            news.set()
-
     transport = Transport(broker, topics.client_id("status", uuid.uuid4().hex))
     await signed.follow(transport, topics)
-    await transport.subscribe(topics.agent("+", "status"), note)
-    async with contextlib.AsyncExitStack() as stack:
-        try:
-            async with asyncio.timeout(REACH_S):
-                await stack.enter_async_context(transport)
-        except TimeoutError:
-            raise TransportError(_out_of_reach(broker)) from None
-        with contextlib.suppress(TimeoutError):
-            while True:  # retained messages come at once after the subscription
-                async with asyncio.timeout(QUIET_S):
-                    await news.wait()
-                news.clear()
+    async with retained(transport, topics, "status") as said:
+        pass
     found: dict[str, str] = {}
-    for device, inbound in said.items():  # only when complete: revocations may come last
+    for device, data in said.items():  # only when complete: revocations may come last
+        topic = topics.agent(device, "status")
         try:
-            payload = signed.open(inbound.topic, inbound.payload, Role.DEVICE, name=device)
+            payload = signed.open(topic, data, Role.DEVICE, name=device)
             found[device] = outdated(device) if is_outdated(payload) else decode(payload, Status).presence
         except ProtocolError as error:
             if error.name == "revoked":
                 found[device] = "revoked"
-            log.warning("event=refused name=%s topic=%s detail=%r", error.name, inbound.topic, str(error))
+            log.warning("event=refused name=%s topic=%s detail=%r", error.name, topic, str(error))
     return found
-
-
-def _out_of_reach(broker: BrokerSettings) -> str:
-    """Why we are not let in: a broker that rejects our certificate just closes the connection."""
-    where = f"the broker at {broker.host}:{broker.port} cannot be reached"
-    return where if broker.ca_file is None else f"{where}, or it does not accept our certificate (cert_file)"

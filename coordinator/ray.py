@@ -10,19 +10,21 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import Any, Final
 
 from fedge.errors import ConfigError, FedgeError
 from fedge.loading import is_held, needs
+from fedge.processor import Processor
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # suppresses an irrelevant warning
+os.environ.setdefault("RAY_worker_niceness", "0")  # else 15: on a busy machine its workers starve
 try:
     import ray  # noqa: TID251
 except ModuleNotFoundError as error:
     raise needs(error, "--engine ray", "ray") from error
 
-__all__ = ["THREADS", "connected", "ray", "require_importable"]
+__all__ = ["THREADS", "connected", "ray", "require_importable", "resources_of_actors"]
 
 THREADS: Final = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
@@ -77,6 +79,23 @@ def require_importable(*paths: str | None) -> None:
     """
     if any(map(is_held, paths)):
         raise ConfigError("a task or network of this Python process cannot go to Ray: write it into a module")
+
+
+def resources_of_actors(n_processors: int, train_on: Processor) -> tuple[int, dict[str, Any]]:
+    """How many actors share the cluster, and what each asks Ray for: a processor, with CUDA also a part of a GPU.
+
+    Raises:
+        ConfigError: CUDA, and the cluster has no GPU.
+    """
+    if train_on is Processor.CPU:
+        return n_processors, {"num_cpus": 1}
+    n_gpus = int(ray.cluster_resources().get("GPU", 0))  # type: ignore[no-untyped-call]
+    if n_gpus == 0:
+        raise ConfigError(
+            "train_on is cuda, and the Ray cluster has no GPU: train on the cpu, or add a machine with one"
+        )
+    share = max(1, n_processors // n_gpus)  # actors on each GPU; Ray counts ten-thousandths
+    return share * n_gpus, {"num_cpus": min(1.0, n_processors / n_gpus), "num_gpus": 10_000 // share / 10_000}
 
 
 def _processors() -> int:

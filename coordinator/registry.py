@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import msgspec
+from msgspec import Struct
 
 from coordinator.fleet import Device
 from fedge.config import NAME
@@ -19,10 +20,21 @@ MAX_DEVICES: Final = 10_000
 """Ids that are remembered: a client that invents names cannot fill the memory. Those of the last round have a place."""
 LOOK_AGAIN_S: Final = 0.05
 """Whoever waits for devices looks at all of them so often at most: thousands may come in a second."""
-SHOWN: Final = ("phase", "release", "reason", "now", "n_predictions", "n_failed", "drift")
+SHOWN: Final = ("phase", "release", "reason", "now", "n_predictions", "n_failed", "drift", "outliers")
 """Of a Health, to people."""
 CLOCKS_AGREE_S: Final = 60.0
 """Clocks that differ by more are shown: nothing of ours depends on them, but certificates, logs and signatures do."""
+
+
+class Kept(Struct, frozen=True, kw_only=True):
+    """What a device said last, and when we heard it (seconds since the epoch by our clock; 0: never)."""
+
+    seen_at: float
+    context: Context | None = None
+    health: Health | None = None
+
+
+UNHEARD: Final = Kept(seen_at=0.0)
 
 
 @dataclass(slots=True)
@@ -40,16 +52,22 @@ class Registry:
 
     Args:
         task_fingerprint: of the federation's task; devices with another one do not take part.
-        contexts: the last stored ones: after a restart they count until the devices send new ones.
+        contexts: of the last round's devices: after a restart they count until the devices send new ones.
         no_relays: why relays are not possible; empty: they are.
+        kept: of an earlier registry, likewise.
     """
 
     def __init__(
-        self, task_fingerprint: str, contexts: Mapping[str, Context | None] | None = None, no_relays: str = ""
+        self,
+        task_fingerprint: str,
+        contexts: Mapping[str, Context | None] | None = None,
+        no_relays: str = "",
+        kept: Mapping[str, Kept] | None = None,
     ) -> None:
         self._fingerprint = task_fingerprint
         self._no_relays = no_relays
         self._contexts = dict(contexts or {})
+        self._kept = dict(kept or {})
         self._known: dict[str, _Known] = {}
         self._mismatched: set[str] = set()  # devices with another task, and relays where none are possible
         self._health: dict[str, Health] = {}
@@ -86,16 +104,34 @@ class Registry:
         another = before is not None and status.incarnation != before.status.incarnation
         if before and another and status.presence is Presence.OFFLINE and not before.twice:
             return False  # the last will of an earlier life
-        context = before.context if before else self._contexts.get(topic_id)
-        self._known[topic_id] = known = _Known(status, context, before.ahead_s if before else 0.0)
-        if before:
-            known.seen_at = before.seen_at
+        self._known[topic_id] = known = _Known(status)
+        if before is None:
+            self._recall(topic_id, known)
+        else:
+            known.context, known.ahead_s, known.seen_at = before.context, before.ahead_s, before.seen_at
             known.before = before.status.incarnation if another else before.before
             known.twice = status.incarnation == before.before or (before.twice and not another)
         self._changed.set()
         if before and before.status != status and _but_for_news(before.status, status):
             return False
         return status.presence is Presence.ONLINE
+
+    def _recall(self, device_id: str, known: _Known) -> None:
+        """Take over what the device said before we were started."""
+        kept = self._kept.pop(device_id, UNHEARD)
+        found = [context for context in (kept.context, self._contexts.get(device_id)) if context is not None]
+        known.context = max(found, key=lambda context: context.at or 0.0, default=None)
+        known.seen_at = kept.seen_at
+        if kept.health is not None:
+            self._health.setdefault(device_id, kept.health)
+
+    def kept(self) -> dict[str, Kept]:
+        """What a later registry is to know of each device."""
+        own = {
+            i: Kept(seen_at=known.seen_at, context=known.context, health=self._health.get(i))
+            for i, known in self._known.items()
+        }
+        return dict(list((own | self._kept).items())[:MAX_DEVICES])
 
     def _has_room(self, status: Status) -> bool:
         """Whether there is room; a present device may replace one that is absent and was not in the last round."""
@@ -160,7 +196,7 @@ class Registry:
 
     def forget(self, device_id: str) -> None:
         """Remove a device that no longer belongs."""
-        for known in (self._known, self._contexts, self._health):
+        for known in (self._known, self._contexts, self._health, self._kept):
             known.pop(device_id, None)
         self._changed.set()
 

@@ -23,7 +23,7 @@ import msgspec
 from coordinator.fleet.mqtt import LOOK_S, Lines, signing
 from coordinator.fleet.orders import OrderStatus, verdict
 from coordinator.fleet.quarantine import Offence
-from coordinator.fleet.uploads import OF_THE_WAY, Uploads, answer_to
+from coordinator.fleet.uploads import NO_EVIDENCE, Uploads, answer_to
 from coordinator.store import OFFERED, Entry, Store
 from fedge.background import Background
 from fedge.errors import ConfigError, ProtocolError, TransportError
@@ -164,7 +164,8 @@ class Intake(_Helper):
         """
         reports = self._topics.shared(INTAKES, self._topics.agent("+", "reports"))
         await self._transport.subscribe(reports, self._guard(self._on_report))
-        await self._serve()
+        with contextlib.closing(self._uploads):
+            await self._serve()
 
     def _on_report(self, device: str, inbound: Inbound) -> None:
         report = decode(inbound.payload, Report)
@@ -219,7 +220,7 @@ class Intake(_Helper):
                     await self._uploads.fetch(ref, order.device_id, layout, wanted=lambda: self._is_open(order.id))
         except ProtocolError as refusal:
             self._refuse(refusal, order.device_id)
-            if refusal.name not in OF_THE_WAY:
+            if refusal.name not in NO_EVIDENCE:
                 offence = Offence(device_id=order.device_id, round=order.round, name=refusal.name, detail=str(refusal))
                 await asyncio.wrap_future(self._store.accuse(offence))
             return str(refusal)

@@ -59,11 +59,12 @@ from coordinator.protection import (
 from coordinator.roles import BlobServer, Intake, begun, own_folder
 from coordinator.store import ISSUE, RECALLED_ROUNDS, Event, Store
 from coordinator.tracking import MLflow, TensorBoard
+from coordinator.watch import read_summary
 from fedge import weights
 from fedge.codec import encode
 from fedge.config import Name, Secret
 from fedge.credentials import Credentials
-from fedge.errors import ConfigError
+from fedge.errors import ConfigError, StoreError
 from fedge.files import write_atomically
 from fedge.logs import bind
 from fedge.malloc import tune_malloc
@@ -157,7 +158,8 @@ class CoordinatorSettings(Credentials, frozen=True, kw_only=True):
         float,
         Meta(
             gt=0,
-            description="Least time for one step of a round; a device known to need longer for it gets longer.",
+            description="Least time for one step of a round. A device known to need longer gets longer, and one of "
+            "unknown speed five times as long for a bundle.",
             extra={"unit": "s"},
         ),
     ] = 60.0
@@ -366,6 +368,9 @@ async def serve(
     raise_open_files()
     began = time.monotonic()
     method, layout, state = resumed(settings, task, store, options)
+    if (ended := finished(settings, method, state)) is not None:
+        observe("finished", {"rounds": ended["rounds"], "bundles": len(ended["installed"])})
+        return ended
     slowly = Slowly(lambda: write_summary(settings, method, state, store, fleet), TELL_S)
     news: list[Event] = []
 
@@ -421,10 +426,20 @@ async def serve(
                 told("round_done", write_summary(settings, method, state, store, fleet))
     note()
     store.count(fleet.take_counts())
-    summary = write_summary(settings, method, state, store, fleet)
+    summary = write_summary(settings, method, state, store, fleet, ended=True)
     if summary["without_bundle"]:
         log.error("event=without_bundle devices=%s", summary["without_bundle"])
     return summary
+
+
+def finished(settings: CoordinatorSettings, method: Method[Any], state: State) -> dict[str, Any] | None:
+    """The summary of a run that an earlier process brought to its end; None: there is something to do."""
+    if settings.late_joiners or settings.readmit or not method.done(state):
+        return None
+    with contextlib.suppress(ConfigError, StoreError):
+        summary = read_summary(settings.home)
+        return summary if summary.get("ended") and summary["rounds"] == method.last else None
+    return None
 
 
 def happened(event: str, fields: Mapping[str, Any], number: int) -> Event:
@@ -526,9 +541,18 @@ async def commit(store: Store, fleet: MqttFleet, number: int, state: State, seco
 
 
 def write_summary(
-    settings: CoordinatorSettings, method: Method[Any], state: State, store: Store, fleet: MqttFleet
+    settings: CoordinatorSettings,
+    method: Method[Any],
+    state: State,
+    store: Store,
+    fleet: MqttFleet,
+    *,
+    ended: bool = False,
 ) -> dict[str, Any]:
-    """Write HOME/summary.json: the method's summary, and the counters of transport and store."""
+    """Write HOME/summary.json: the method's summary, and the counters of transport and store.
+
+    `ended`: the coordinator has come to its end, and hears of no device any more.
+    """
     counters, wishes = store.counters(), wishes_in(store)
     summary = {
         "federation": settings.federation,
@@ -551,6 +575,7 @@ def write_summary(
         "problems": msgspec.to_builtins(dict(sorted(fleet.problems.items()))),
         "refused": {name.removeprefix("refused."): n for name, n in counters.items() if name.startswith("refused.")},
         "last_refused": fleet.last_refused,
+        "ended": ended,
     }
     write_atomically(settings.home / "summary.json", json.dumps(summary, indent=1).encode())
     return summary

@@ -38,10 +38,12 @@ UNWANTED: Final = "the run ended before the report came"
 FEDGE_0_1: Final = 1
 """Schema of the stores of fedge 0.1."""
 RECALLED_ROUNDS: Final = 8
-"""After a start the reports of so many rounds say how fast devices are, and what last went wrong on them."""
+"""Rounds whose reports tell, after a start, how fast devices are and what last went wrong on them."""
 NOBODY: Final = msgspec.msgpack.encode([])
 OFFERED: Final = "offered"
-"""What servers of models may hand out (`Store.recall`): the digests that open orders name, as JSON."""
+"""What servers of models may send (`Store.recall`): the digests that open orders name, as JSON."""
+DEVICES: Final = "devices"
+"""What devices said last (`coordinator.registry.Kept` by id, as JSON), for the next start."""
 ISSUE: Final = "issue"
 """Part of the orders' ids since the store was restored from a backup (`coordinator.backup_cli`)."""
 MAX_BATCH: Final = 1000
@@ -217,7 +219,7 @@ class Store:
     def commit_round(
         self, number: int, state: bytes, now: float, counted: Mapping[str, int], *, keep: int = RECALLED_ROUNDS
     ) -> None:
-        """The round is done, this is the method's state, and so much is to be counted; all or nothing.
+        """Commit a finished round: the method's state and the counters, all or nothing.
 
         Of rounds before the last `keep` the devices and the orders are deleted; streamed orders when they have been
         handed out. How long each round took stays.
@@ -256,7 +258,7 @@ class Store:
     # -------------------------------------------------------------------------------------------------------- orders
 
     def write_orders(self, orders: Iterable[Order], *, streamed: bool = False) -> dict[str, Entry]:
-        """Write orders of one step that are not there yet; all of them as they stand, by device id.
+        """Write the orders of one step, except those that exist; returns all of them as stored, by device id.
 
         `streamed`: their answers are handed out one by one, and it is recorded in which round.
         """
@@ -280,7 +282,7 @@ class Store:
         return {order.device_id: found[order.device_id] for order in given}
 
     def entry(self, order_id: str) -> Entry | None:
-        """An order and what came of it; None: there never was such an order."""
+        """An order and its outcome; None: there is no such order."""
         rows = self._read(f"{ENTRY} WHERE id = $1", order_id)
         return _entry(rows[0]) if rows else None
 
@@ -290,20 +292,20 @@ class Store:
         return tuple(map(_entry, self._read(f"{ENTRY} WHERE {which}", number, label)))
 
     def streamed(self, number: int) -> tuple[Entry, ...]:
-        """The streamed orders that no round before this one was given the answers of.
+        """The streamed orders whose answers were not handed out in an earlier round.
 
-        First those that are closed, in the order in which they were, then those that are open.
+        The closed ones come first, by their numbers, then the open ones.
         """
         which = "streamed = 1 AND (handed IS NULL OR handed = $1) ORDER BY arrival IS NULL, arrival, id"
         return tuple(map(_entry, self._read(f"{ENTRY} WHERE {which}", number)))
 
     def hand_out(self, order_id: str, number: int) -> Future[object]:
-        """Record that a round is given the answer of a streamed order, before it is; the first time counts."""
+        """Record, before it happens, in which round a streamed order's answer is handed out; the first call counts."""
         sql = "UPDATE orders SET handed = $1 WHERE id = $2 AND handed IS NULL"
         return self._writer.submit(lambda db: db.execute(sql, number, order_id))
 
     def end_streams(self, now: float) -> None:
-        """Nobody waits for the answers of streamed orders any more: those that are open expire."""
+        """Expire the open streamed orders: nobody waits for their answers any more."""
         open_ = self._read("SELECT id FROM orders WHERE streamed = 1 AND status = $1", OrderStatus.OPEN.value)
         for future in [self._close(i, OrderStatus.EXPIRED, UNWANTED, None, now) for (i,) in open_]:
             future.result()
@@ -343,7 +345,7 @@ class Store:
     # -------------------------------------------------------------------------------------------------------- events
 
     def note(self, *events: Event) -> Future[object]:
-        """Keep events, and of the old ones as many as there is room for. Nobody need wait for it."""
+        """Store events, and delete the oldest beyond `MAX_EVENTS`. Callers need not wait."""
         told = [msgspec.json.encode(event.fields).decode().replace("\\u0000", "\\ufffd") for event in events]
         sql = "INSERT INTO events (number, at, round, name, device, fields) VALUES ($1, $2, $3, $4, $5, $6)"
 
@@ -378,7 +380,7 @@ class Store:
     # ------------------------------------------------------------------------------------------------------ the rest
 
     def accuse(self, offence: Offence) -> Future[bool]:
-        """Keep evidence against a device; False if a round has this against it already."""
+        """Store evidence against a device; False: its round has the same already."""
         sql = "INSERT INTO offences VALUES ($1, $2, $3, $4) ON CONFLICT DO NOTHING RETURNING round"
         values = offence.device_id, offence.round, offence.name, _text(offence.detail)
         return self._writer.submit(lambda db: bool(db.execute(sql, *values)))
@@ -397,7 +399,7 @@ class Store:
         return dict(self._read("SELECT name, value FROM counters ORDER BY name"))
 
     def remember(self, name: str, value: str) -> str:
-        """Keep a value for good; what was kept before wins and is returned."""
+        """Store a value unless there is one of this name; returns the stored one."""
 
         def remember(db: Database) -> str:
             db.execute("INSERT INTO meta VALUES ($1, $2) ON CONFLICT DO NOTHING", name, value)
@@ -406,12 +408,11 @@ class Store:
         return self._change(remember)
 
     def keep(self, name: str, value: str) -> None:
-        """Keep a value until the next one of this name."""
-        sql = "INSERT INTO meta VALUES ($1, $2) ON CONFLICT (name) DO UPDATE SET value = excluded.value"
-        self._change(lambda db: db.execute(sql, name, value))
+        """Store a value in place of an earlier one of this name."""
+        self.revise(name, lambda _: value)
 
     def revise(self, name: str, change: Callable[[str | None], str]) -> str:
-        """Change a value that was kept (None: there is none), whoever else does so at the same time; the new one."""
+        """Change a stored value (None: there is none) in one transaction; returns the new one."""
 
         def revise(db: Database) -> str:
             rows = db.execute("SELECT value FROM meta WHERE name = $1", name)
@@ -423,12 +424,12 @@ class Store:
         return self._change(revise)
 
     def recall(self, name: str) -> str | None:
-        """A value that was kept; None: there is none."""
+        """A stored value; None: there is none."""
         rows = self._read("SELECT value FROM meta WHERE name = $1", name)
         return str(rows[0][0]) if rows else None
 
     def require_blobs(self, url: str | None) -> None:
-        """See that the federation was begun with its tensors there.
+        """Check that the federation keeps its tensors at `url`; None: in its home.
 
         Raises:
             ConfigError: it was not.
@@ -438,7 +439,7 @@ class Store:
             raise ConfigError(f"the federation keeps its tensors {where}")
 
     def require(self, digests: Collection[str]) -> None:
-        """See that tensors are there.
+        """Check that tensors exist.
 
         Raises:
             StoreError: some are not; the text names them.
@@ -451,16 +452,16 @@ class Store:
             )
 
     def keep_only(self, digests: Collection[str], *, spare_s: float = 0.0) -> None:
-        """Delete all other tensors, and what was received of others, but for what is younger than `spare_s`.
+        """Delete all other tensors, also partly received ones, except those younger than `spare_s`.
 
-        While a backup is being made nothing is: the next call does it.
+        During a backup nothing is deleted; the next call does it.
         """
         with contextlib.suppress(InUseError), undeleted(self.home, "a backup is being made"), _guarded():
             self.blobs.keep_only(digests, spare_s=spare_s)
 
 
 def undeleted(home: Path, taken: str | None = None) -> AbstractContextManager[None]:
-    """No tensor is deleted meanwhile. `taken`: as in `locked`."""
+    """Context in which no tensor is deleted. `taken`: as in `locked`."""
     return locked(home / "backup", taken)
 
 
@@ -483,7 +484,7 @@ def _entry(row: tuple[bytes, str, str, bytes | None, int | None]) -> Entry:
 
 
 def _text(told: str) -> str:
-    """What a device may have had a hand in: bounded, and without the character that PostgreSQL does not store."""
+    """Text that a device may have shaped: bounded, and without the character that PostgreSQL cannot store."""
     return told[:1000].replace("\0", "\N{REPLACEMENT CHARACTER}")
 
 

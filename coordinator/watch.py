@@ -24,10 +24,6 @@ ROUNDS: Final = 1000
 """Rounds that are told of."""
 MAX_OF_ROUND: Final = 50_000
 """Events of one round that are looked at."""
-OF_AN_ORDER: Final = frozenset({"answer", "closed"})
-"""Events that say how an order ended; they stay when the order is deleted (`--keep-rounds`)."""
-PASSED: Final = frozenset({"chosen", "left_out", "problem"})
-"""Events that say why a device was not asked."""
 PAGE: Final = 5000
 """Events that are read at a time."""
 
@@ -110,9 +106,8 @@ class Watch:
                 self._row(event).update(done_at=event.at, accuracy=fields["accuracy"], bytes_up=up, bytes_down=down)
 
     def _row(self, event: Event) -> dict[str, Any]:
-        return self._rounds.setdefault(
-            event.round, {"round": event.round, "begun_at": event.at, "done_at": None, **_nothing()}
-        )
+        row = {"round": event.round, "begun_at": event.at, "labels": {}} | COUNTED | UNTIL_DONE
+        return self._rounds.setdefault(event.round, row)
 
     def state(self) -> dict[str, Any]:
         """The page's overview as JSON values."""
@@ -136,10 +131,14 @@ class Watch:
 
     def _device(self, i: str, summary: Mapping[str, Any], clusters: list[str]) -> dict[str, Any]:
         known = summary["fleet"].get(i) or NOBODY
+        why = trouble_of(i, summary, self._answered.get(i, 0))
+        if not why and self._now.get(i) == "not asked":
+            why = self._passed.get(i, "")
         return {
             "id": i,
             **known,
             "n_samples": None if "count" in known["withholds"] else known["n_samples"],
+            "outliers": _outlier_share(known["health"] or {}),
             "trained": summary["selection"].get(i, 0),
             "bundle": i in summary["installed"],
             "quarantine": summary["quarantined"].get(i),
@@ -147,12 +146,8 @@ class Watch:
             "clusters": clusters,
             "accuracy": list(self._accuracy.get(i, ())),
             "now": self._now.get(i, ""),
-            "why": self._trouble(i, summary) or (self._passed.get(i, "") if self._now.get(i) == "not asked" else ""),
+            "why": why,
         }
-
-    def _trouble(self, i: str, summary: Mapping[str, Any]) -> str:
-        """As `trouble_of`, without problems before its last answer."""
-        return trouble_of(i, summary, self._answered.get(i, 0))
 
     # ---------------------------------------------------------------------------------------------------------- why
 
@@ -173,16 +168,14 @@ class Watch:
     def asked(self, number: int, device: str | None = None) -> Iterator[dict[str, Any]]:
         """By device: its order in a round and the outcome; or why it was not chosen or absent."""
         entries = [e for e in self._store.entries(number) if device in {None, e.order.device_id}]
-        events = [e for e in self._store.events(round=number, limit=MAX_OF_ROUND) if e.name in OF_AN_ORDER | PASSED]
-        stored = {entry.order.device_id for entry in entries}
-        ended = [
-            _ended(e) for e in events if e.name in OF_AN_ORDER and e.device not in stored and device in {None, e.device}
-        ]
-        asked = stored | {row["device"] for row in ended}
+        rows = [_entry(entry) for entry in entries]
+        stored = {row["device"] for row in rows}
         passed: dict[str, str] = {}
         chosen: dict[str, str] = {}
-        for event in events:
+        for event in self._store.events(round=number, limit=MAX_OF_ROUND):
             match event.name:
+                case "answer" | "closed" if event.device not in stored and device in {None, event.device}:
+                    rows.append(_ended(event))
                 case "chosen":
                     passed |= dict(_passed_over(event.fields))
                     chosen |= dict(_taken(event.fields))
@@ -190,11 +183,12 @@ class Watch:
                     passed[event.device] = event.fields["reason"]
                 case "problem" if event.device not in passed:
                     passed[event.device] = event.fields["reason"]
-        rows = [row | {"chosen": chosen.get(row["device"], "")} for row in (*map(_entry, entries), *ended)]
-        yield from sorted(rows, key=lambda row: (row["device"], row["step"]))
+        asked = {row["device"] for row in rows}
+        for row in sorted(rows, key=lambda row: (row["device"], row["step"])):
+            yield row | {"chosen": chosen.get(row["device"], "")}
         for i in sorted(passed.keys() - asked):
             if device in {None, i}:
-                yield NOT_ASKED | {"device": i, "why": passed[i]}
+                yield _told_of(i, "", "not asked", why=passed[i]) | {"chosen": ""}
 
     def why(self, i: str, number: int | None = None) -> list[str]:
         """In words: a device's state, and what became of it in a round (None: its last one).
@@ -205,27 +199,20 @@ class Watch:
         self.update()
         summary = read_summary(self._home)
         known = summary["fleet"].get(i)
-        events = self._store.events(device=i, last=1)
-        if known is None and not events and not self._trouble(i, summary) and i not in summary["selection"]:
+        trouble = trouble_of(i, summary, self._answered.get(i, 0))
+        if not (known or trouble or i in summary["selection"] or self._store.events(device=i, last=1)):
             raise ConfigError(f"no device {i} was ever heard of in {self._home}; fedge devices lists them")
-        lines = [
-            f"{i} {'was' if summary['done'] else 'is'} {known['presence'] if known else 'away'}"
-            + (" when the run ended" if summary["done"] else "")
-            + (f": {t}" if (t := self._trouble(i, summary)) else "")
-        ]
         if number is not None and number not in self._rounds:
             raise ConfigError(f"nothing is known of round {number}: fedge rounds lists those that are")
-        rounds = [number] if number is not None else list(reversed(list(self._rounds)[-ROUNDS:]))
-        for r in rounds:
-            rows = list(self.asked(r, i))
-            lines += [f"round {r}: {sentence(row)}" for row in rows]
-            lines += [f"round {r}: {rows[0]['chosen']}"] if rows and rows[0]["chosen"] else []
-            if rows:
-                break
-        else:
-            there = "" if number is None else f" in round {number}"
-            lines.append(f"it was asked nothing{there}, and no reason was written down: it was not there when it began")
-        return lines
+        presence = known["presence"] if known else "away"
+        state = f"was {presence} when the run ended" if summary["done"] else f"is {presence}"
+        told = [f"{i} {state}" + (f": {trouble}" if trouble else "")]
+        for r in [number] if number is not None else reversed(list(self._rounds)):
+            if rows := list(self.asked(r, i)):
+                chosen = [rows[0]["chosen"]] if rows[0]["chosen"] else []
+                return told + [f"round {r}: {text}" for text in (*map(sentence, rows), *chosen)]
+        there = "" if number is None else f" in round {number}"
+        return [*told, f"it was asked nothing{there}, and no reason was written down: it was not there when it began"]
 
 
 KEPT: Final = (
@@ -242,26 +229,15 @@ NOBODY: Final[Mapping[str, Any]] = {
 }
 
 
-NOT_ASKED: Final[dict[str, Any]] = {
-    "step": "",
-    "outcome": "not asked",
-    "seconds": 0.0,
-    "bytes": None,
-    "chosen": "",
-}
+COUNTED: Final = dict.fromkeys(("asked", "answered", "late", "failed"), 0)
+UNTIL_DONE: Final = dict.fromkeys(("done_at", "accuracy", "bytes_up", "bytes_down"))
+"""What is told of a round, and what is not known before its end."""
 
 
-def _nothing() -> dict[str, Any]:
-    return {
-        "labels": {},
-        "asked": 0,
-        "answered": 0,
-        "late": 0,
-        "failed": 0,
-        "accuracy": None,
-        "bytes_up": None,
-        "bytes_down": None,
-    }
+def _outlier_share(health: Mapping[str, Any]) -> float | None:
+    """The share of a runtime's predictions that it flagged; None: nothing predicted, or not told."""
+    counts = health.get("outliers") or {"seen": 0}
+    return counts["flagged"] / counts["seen"] if counts["seen"] else None
 
 
 def _open(row: Mapping[str, Any]) -> int:
@@ -278,6 +254,8 @@ def headline(summary: Mapping[str, Any]) -> str:
         return f"paused after round {number} of {rounds}"
     if summary["waiting"]:
         return f"waiting until {summary['waiting']} devices are there"
+    if number >= rounds:
+        return "the end is under way: devices write their bundles"
     return f"round {number + 1} of {rounds} is under way"
 
 
@@ -298,41 +276,32 @@ def trouble_of(i: str, summary: Mapping[str, Any], since: int = 0) -> str:
     return ""
 
 
-def _entry(entry: Entry) -> dict[str, Any]:
+def _told_of(
+    device: str, step: str, outcome: str, *, seconds: float = 0.0, size_bytes: int | None = None, why: str = ""
+) -> dict[str, Any]:
     """An order as people see it."""
-    report = entry.report
-    outcome, why = str(entry.status), entry.reason
-    if entry.status is OrderStatus.EXPIRED:
-        outcome = "late"
-    if report is not None:
-        outcome = "answered" if report.outcome is Outcome.DONE else str(report.outcome)
-        why = "" if report.outcome is Outcome.DONE else (report.why or Why.OTHER).words
-    seconds = report.seconds if report else 0.0
-    return {
-        "device": entry.order.device_id,
-        "step": entry.order.label,
-        "outcome": outcome,
-        "seconds": seconds,
-        "bytes": None if report is None else sum(ref.size_bytes for ref in report.blobs),
-        "why": why,
-    }
+    return {"device": device, "step": step, "outcome": outcome, "seconds": seconds, "bytes": size_bytes, "why": why}
+
+
+def _entry(entry: Entry) -> dict[str, Any]:
+    """An order that is stored."""
+    device, step, report = entry.order.device_id, entry.order.label, entry.report
+    if report is None:
+        outcome = "late" if entry.status is OrderStatus.EXPIRED else str(entry.status)
+        return _told_of(device, step, outcome, why=entry.reason)
+    done = report.outcome is Outcome.DONE
+    outcome, why = ("answered", "") if done else (str(report.outcome), (report.why or Why.OTHER).words)
+    size_bytes = sum(ref.size_bytes for ref in report.blobs)
+    return _told_of(device, step, outcome, seconds=report.seconds, size_bytes=size_bytes, why=why)
 
 
 def _ended(event: Event) -> dict[str, Any]:
-    """An order that is no longer stored, as `_entry`, from the event that told how it ended."""
+    """An order that is no longer stored, by the event that told how it ended."""
     f = event.fields
     if event.name == "closed":
-        outcome, why = "late" if f["late"] else "rejected", f["reason"]
-    else:
-        outcome, why = "answered" if f["result"] == Outcome.DONE else f["result"], ""
-    return {
-        "device": event.device,
-        "step": f["label"],
-        "outcome": outcome,
-        "seconds": f.get("seconds", 0.0),
-        "bytes": None,
-        "why": why,
-    }
+        return _told_of(event.device, f["label"], "late" if f["late"] else "rejected", why=f["reason"])
+    outcome = "answered" if f["result"] == Outcome.DONE else f["result"]
+    return _told_of(event.device, f["label"], outcome, seconds=f.get("seconds", 0.0))
 
 
 def _passed_over(fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -342,10 +311,10 @@ def _passed_over(fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         if i in chosen:
             continue
         if deadline is not None and seconds > deadline:
-            yield i, f"not chosen: it would take about {seconds:.1f} s, and the deadline is {deadline:.1f} s"
+            yield i, f"not chosen: it would take about {seconds:.3g} s, and the deadline is {deadline:.3g} s"
         else:
-            how = f", at about {seconds:.1f} s" if seconds else ""
-            yield i, f"not chosen: the selection took {len(chosen)} others{how}"
+            how = f", at about {seconds:.3g} s" if seconds else ""
+            yield i, f"not chosen: the selection took {len(chosen)} others{how}{_estimate(fields, i)}"
 
 
 def _taken(fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -353,11 +322,20 @@ def _taken(fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for i in fields["ids"]:
         if i in fields["overdue"]:
             yield i, "chosen: it had waited long"
-        elif not (seconds := fields["seconds"].get(i)):
-            yield i, f"chosen among {len(fields['seconds'])}"
-        else:
-            limit = "" if fields["deadline_s"] is None else f", within the deadline of {fields['deadline_s']:.1f} s"
-            yield i, f"chosen among {len(fields['seconds'])}: it would take about {seconds:.1f} s{limit}"
+            continue
+        how = ""
+        if seconds := fields["seconds"].get(i):
+            limit = "" if fields["deadline_s"] is None else f", within the deadline of {fields['deadline_s']:.3g} s"
+            how = f": it would take about {seconds:.3g} s{limit}"
+        yield i, f"chosen among {len(fields['seconds'])}{how}{_estimate(fields, i)}"
+
+
+def _estimate(fields: Mapping[str, Any], i: str) -> str:
+    """What the bandit expected of a device; empty where another rule chose."""
+    if i not in fields.get("estimates", {}):  # events of an earlier fedge have none
+        return ""
+    gain, bonus = fields["estimates"][i]
+    return f"; expected gain {gain:.3f}, exploration bonus {bonus:.3f}"
 
 
 def sentence(row: Mapping[str, Any]) -> str:

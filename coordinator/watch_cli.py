@@ -9,9 +9,10 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -57,24 +58,33 @@ def _watch(home: Path, store: str | None) -> Iterator[Watch]:
         yield Watch(home, found)
 
 
-def _columns(rows: list[list[str]]) -> str:
-    """Text in columns; the last one has no limit."""
-    rows = [[*map(printable, row)] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
-    return "\n".join(
-        "  ".join([*(cell.ljust(n) for cell, n in zip(row, widths, strict=False)), row[-1]]).rstrip() for row in rows
-    )
+def _show(found: list[dict[str, Any]], as_json: bool, columns: Mapping[str, Callable[[dict[str, Any]], object]]) -> int:
+    """Print a table with these columns, or everything as JSON; the last column has no limit."""
+    if as_json:
+        click.echo(json.dumps(found))
+        return 0
+    rows = [[*columns], *([printable(str(of(row))) for of in columns.values()] for row in found)]
+    widths = [max(map(len, column)) for column in [*zip(*rows, strict=True)][:-1]]
+    for *cells, last in rows:
+        padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]
+        click.echo("  ".join([*padded, last]).rstrip())
+    return 0
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def lasting(seconds: float) -> str:
+    """A time in words, in its largest unit."""
+    units = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
+    unit, name = next((n, name) for n, name in units if seconds >= n or n == 1)
+    return f"{seconds / unit:.0f} {name}"
 
 
 def ago(at: float | None) -> str:
     """The time since something (seconds since the epoch) in words."""
-    if at is None:
-        return "-"
-    seconds = max(time.time() - at, 0)
-    unit, name = next(
-        (n, name) for n, name in ((86400, "d"), (3600, "h"), (60, "min"), (1, "s")) if seconds >= n or n == 1
-    )
-    return f"{seconds / unit:.0f} {name} ago"
+    return "-" if at is None else f"{lasting(max(time.time() - at, 0))} ago"
 
 
 @click.command(context_settings=CONTEXT)
@@ -82,7 +92,7 @@ def ago(at: float | None) -> str:
 @STORE
 @JSON
 def devices(home: Path, store: str | None, as_json: bool) -> int:
-    """List the devices of a federation: state, last heard, bundle, accuracy, and why not.
+    """List the devices of a federation: state, last heard, bundle, accuracy, outliers, and why not.
 
     \b
     Examples:
@@ -94,25 +104,18 @@ def devices(home: Path, store: str | None, as_json: bool) -> int:
     """  # noqa: D301 - click wants the backspace character itself
     with _watch(home, store) as watch:
         found = watch.state()["devices"]
-    if as_json:
-        click.echo(json.dumps(found))
-        return 0
-    heads = ["device", "state", "heard", "release", "samples", "trained", "accuracy", "why"]
-    rows = [
-        [
-            d["id"],
-            "in quarantine" if d["quarantine"] else d["presence"],
-            ago(d["seen_at"]),
-            str(d["release"] or "-"),
-            "-" if d["n_samples"] is None else str(d["n_samples"]),
-            str(d["trained"]),
-            f"{d['accuracy'][-1][1]:.3f}" if d["accuracy"] else "-",
-            d["why"],
-        ]
-        for d in found
-    ]
-    click.echo(_columns([heads, *rows]))
-    return 0
+    columns: dict[str, Callable[[dict[str, Any]], object]] = {
+        "device": itemgetter("id"),
+        "state": lambda d: "in quarantine" if d["quarantine"] else d["presence"],
+        "heard": lambda d: ago(d["seen_at"]),
+        "release": lambda d: d["release"] or "-",
+        "samples": lambda d: "-" if d["n_samples"] is None else d["n_samples"],
+        "trained": itemgetter("trained"),
+        "accuracy": lambda d: _share(d["accuracy"][-1][1] if d["accuracy"] else None),
+        "outliers": lambda d: "not told" if "use" in d["withholds"] else _share(d["outliers"]),
+        "why": itemgetter("why"),
+    }
+    return _show(found, as_json, columns)
 
 
 @click.command(context_settings=CONTEXT)
@@ -133,22 +136,14 @@ def rounds(home: Path, store: str | None, as_json: bool, last: int) -> int:
     """  # noqa: D301
     with _watch(home, store) as watch:
         found = watch.state()["rounds_list"][-last:]
-    if as_json:
-        click.echo(json.dumps(found))
-        return 0
-    heads = ["round", "began", "seconds", "asked", "answered", "late", "failed", "accuracy"]
-    rows = [
-        [
-            str(r["round"]),
-            _clock(r["begun_at"]),
-            f"{r['done_at'] - r['begun_at']:.1f}" if r["done_at"] else "under way",
-            *(str(r[name]) for name in ("asked", "answered", "late", "failed")),
-            "-" if r["accuracy"] is None else f"{r['accuracy']:.3f}",
-        ]
-        for r in found
-    ]
-    click.echo(_columns([heads, *rows]))
-    return 0
+    columns: dict[str, Callable[[dict[str, Any]], object]] = {
+        "round": itemgetter("round"),
+        "began": lambda r: _clock(r["begun_at"]),
+        "seconds": lambda r: f"{r['done_at'] - r['begun_at']:.1f}" if r["done_at"] else "under way",
+        **{name: itemgetter(name) for name in ("asked", "answered", "late", "failed")},
+        "accuracy": lambda r: _share(r["accuracy"]),
+    }
+    return _show(found, as_json, columns)
 
 
 def _clock(at: float) -> str:

@@ -19,8 +19,9 @@ from deploy.examination import Limits
 from deploy.quality import MAX_COMPARED, Paired
 from deploy.runtime import Prediction, Runtime, load_update
 from deploy.slots import Slots
-from fedge.bundle import Reference, digest_in
+from fedge.bundle import MARKED, Reference, digest_in
 from fedge.errors import ConfigError, FedgeError, StoreError, UpdateRejected
+from fedge.messages import Outliers
 
 log = logging.getLogger("fedge.deploy")
 
@@ -35,7 +36,6 @@ class Counters(Struct, frozen=True, kw_only=True):
 
     n_predictions: int = 0
     n_failed: int = 0
-    n_outliers: int = 0
 
 
 class Answering:
@@ -62,8 +62,8 @@ class Answering:
         self._failed_in_a_row = 0
         self._trial_latencies: list[float] = []
         self._on_trial = False
-        """The bundle that answers has yet to prove itself. Who clears it under the lock, and nobody else, may then
-        write to the slots: without the lock, for which predictions wait, however slow the disk is."""
+        """The bundle in service has yet to prove itself. Only the thread that clears this, under the lock, may then
+        write to the slots. It does so without the lock: predictions need it, and the disk may be slow."""
         self._trial_began = 0.0
         self._trial_predictions = 0
         self._allowed_ms: float | None = None
@@ -97,6 +97,13 @@ class Answering:
         """Counts since the process began."""
         with self._lock:
             return self._counters
+
+    @property
+    def outliers(self) -> Outliers | None:
+        """What the bundle in service was asked about; None: it has no reference, or marked samples shaped it."""
+        with self._lock:
+            manifest = self._runtime.manifest
+            return None if self._drift is None or manifest.metrics.get(MARKED, 1) else self._outliers
 
     @property
     def drifted(self) -> bool:
@@ -297,6 +304,7 @@ class Answering:
         with self._lock:
             self._runtime = runtime
             self._drift = Drift(reference) if isinstance(reference, Reference) else None
+            self._outliers = Outliers(seen=0, flagged=0)
             self._on_trial = False
             self._no_way_back = ""
             self._failed_in_a_row = 0
@@ -308,14 +316,12 @@ class Answering:
         complaint = ""
         with self._lock:
             n = len(answer.class_index)
-            self._counters = Counters(
-                n_predictions=self._counters.n_predictions + n,
-                n_outliers=self._counters.n_outliers + int(answer.outlier.sum()),
-                n_failed=self._counters.n_failed,
-            )
+            self._counters = replace(self._counters, n_predictions=self._counters.n_predictions + n)
             if runtime is not self._runtime:
                 return
             self._failed_in_a_row = 0
+            seen, flagged = self._outliers.seen + n, self._outliers.flagged + int(answer.outlier.sum())
+            self._outliers = Outliers(seen=seen, flagged=flagged)
             if self._drift is not None:
                 self._drift.observe(answer.weights, answer.energies)
             if self._on_trial:

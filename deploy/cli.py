@@ -25,13 +25,24 @@ from deploy.engines import (
     how_of,
 )
 from deploy.runtime import Prediction, Runtime, load_as
-from fedge import table
+from fedge import images, table
 from fedge.config import resolve, settings_options
 from fedge.errors import ConfigError
 from fedge.preprocess import load_image
+from fedge.task import TaskSpec
+from fedge.text import printable
 
 MAX_ROWS = 20
 """Samples of one input that the table shows; --json has them all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """One input: raw samples (n, ...), class numbers (n,) if known, and the images' paths if it is a folder of them."""
+
+    x: NDArray[Any]
+    y: NDArray[Any] | None = None
+    files: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +76,15 @@ class InferSettings(Struct, frozen=True, kw_only=True):
 def infer(bundle: Path, inputs: tuple[Path, ...], config: Path | None, as_json: bool, **flags: object) -> None:
     """Predict with an installed bundle; needs no torch.
 
-    INPUT is a PNG or JPEG picture, an .npy array (one sample or a batch), an .npz file with x and, if the accuracy is
-    wanted, the class numbers y, or a .csv or .parquet of a task with a schema.
+    INPUT is a PNG or JPEG picture, a folder or .zip of pictures, an .npy array (one sample or a batch), an .npz file
+    with x and, if the accuracy is wanted, the class numbers y, or a .csv or .parquet of a task with a schema. Of a
+    folder with one folder per class, it tells the accuracy, too.
 
     \b
     Examples:
       fedge infer bundles/3 photo.png
-      fedge infer bundles/3 test.npz --json
+      fedge infer bundles/3 photos --json
+      fedge infer bundles/3 test.npz
       fedge infer bundles/3 sample.npy --repeat 1000
       fedge infer bundles/3 test.npz --runtime lazy
       fedge infer bundles/3 test.npz --provider tensorrt --provider-options trt_fp16_enable=1
@@ -84,34 +97,43 @@ def infer(bundle: Path, inputs: tuple[Path, ...], config: Path | None, as_json: 
     how = how_of(settings.runtime, settings.mode, settings.threads, settings.provider, settings.provider_options)
     runtime = load_as(bundle, how)
     for path in inputs:
-        x, y = _read(runtime, path)
-        answers = _predict(runtime, x, settings.batch, settings.repeat)
+        samples = _read(runtime, path)
+        answers = _predict(runtime, samples.x, settings.batch, settings.repeat)
         if as_json:
-            click.echo(msgspec.json.encode(_record(runtime, path, answers, y)).decode())
+            click.echo(msgspec.json.encode(_record(runtime, path, answers, samples)).decode())
         else:
-            click.echo("\n".join(_table(runtime, path, answers, y)))
+            click.echo("\n".join(_table(runtime, path, answers, samples)))
 
 
-def _read(runtime: Runtime, path: Path) -> tuple[NDArray[Any], NDArray[Any] | None]:
-    """Raw samples (n, ...) and, where there are any, class numbers (n,)."""
-    if path.suffix.lower() in {".png", ".jpg", ".jpeg"}:
-        return load_image(runtime.task, path)[np.newaxis], None
-    if path.suffix.lower() in table.SUFFIXES:
+def _read(runtime: Runtime, path: Path) -> Samples:
+    suffix = path.suffix.lower()
+    if path.is_dir() or suffix == ".zip":
+        return _pictures(runtime.task, path)
+    if suffix in images.SUFFIXES:
+        return Samples(load_image(runtime.task, path)[np.newaxis])
+    if suffix in table.SUFFIXES:
         rows = table.read(table.schema_of(runtime.task), path, labelled=False)
-        return rows["x"], rows.get("y")
-    if path.suffix.lower() not in {".npy", ".npz"}:
-        raise ConfigError(f"cannot read {path}: use .png, .jpg, .npy, .npz, .csv or .parquet")
+        return Samples(rows["x"], rows.get("y"))
+    if suffix not in {".npy", ".npz"}:
+        raise ConfigError(f"cannot read {path}: use .png, .jpg, a folder or .zip of them, .npy, .npz, .csv or .parquet")
     try:
         with path.open("rb") as file:
             loaded = np.load(file, allow_pickle=False)
             if isinstance(loaded, np.ndarray):
-                return runtime.as_batch(loaded), None
+                return Samples(runtime.as_batch(loaded))
             x, y = runtime.as_batch(loaded["x"]), loaded.get("y")
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
     if y is not None and y.shape != x.shape[:1]:
         raise ConfigError(f"{path}: y has the shape {y.shape}, x has {len(x)} samples")
-    return x, y
+    return Samples(x, y)
+
+
+def _pictures(task: TaskSpec, source: Path) -> Samples:
+    """The pictures of a folder or .zip, with labels if they lie in class folders."""
+    names = images.names(source, labelled=False)
+    y = images.labels(names, task.classes) if images.has_classes(names, task.classes) else None
+    return Samples(images.load(task, source, names), y, tuple(names))
 
 
 def _predict(runtime: Runtime, x: NDArray[Any], batch: int, repeat: int) -> Answers:
@@ -135,17 +157,27 @@ def _batches(runtime: Runtime, x: NDArray[Any], batch: int) -> Iterator[Predicti
         yield runtime.predict(x[start : start + batch])
 
 
-def _record(runtime: Runtime, path: Path, answers: Answers, y: NDArray[Any] | None) -> dict[str, Any]:
+def _by_class(task: TaskSpec, answers: Answers, y: NDArray[Any]) -> dict[str, tuple[int, float]]:
+    """Number of samples and accuracy by class, of those that occur."""
+    right = answers.index == y
+    own = {name: y == number for number, name in enumerate(task.classes)}
+    return {name: (int(those.sum()), float(right[those].mean())) for name, those in own.items() if those.any()}
+
+
+def _record(runtime: Runtime, path: Path, answers: Answers, samples: Samples) -> dict[str, Any]:
     names = [candidate.name for candidate in runtime.manifest.candidates]
-    n = len(answers.index)
+    n, y = len(answers.index), samples.y
+    by_class = {} if y is None else _by_class(runtime.task, answers, y)
     return {
-        "input": str(path),
+        "input": printable(str(path)),
         "bundle": runtime.digest,
         "engine": runtime.engine,
         "mode": runtime.mode,
         "providers": list(runtime.providers),
         "n": n,
         "accuracy": None if y is None else float((answers.index == y).mean()),
+        "by_class": {name: {"n": count, "accuracy": share} for name, (count, share) in by_class.items()},
+        "files": [printable(file) for file in samples.files],
         "predictions": answers.index.tolist(),
         "class_names": [runtime.task.classes[i] for i in answers.index],
         "probability": answers.probabilities.max(axis=1).tolist(),
@@ -169,8 +201,8 @@ def _mean_energies(answers: Answers) -> list[float | None]:
     return [float(t / n) if n else None for t, n in zip(total, usable.sum(axis=0), strict=True)]
 
 
-def _table(runtime: Runtime, path: Path, answers: Answers, y: NDArray[Any] | None) -> Iterator[str]:
-    """One line per sample: class, probability, and weight and energy of each candidate."""
+def _table(runtime: Runtime, path: Path, answers: Answers, samples: Samples) -> Iterator[str]:
+    """One line per sample: class, probability, weight and energy of each candidate, and file; then the accuracy."""
     names = [candidate.name for candidate in runtime.manifest.candidates]
     width = max(len("class"), *map(len, runtime.task.classes))
     n = len(answers.index)
@@ -179,14 +211,18 @@ def _table(runtime: Runtime, path: Path, answers: Answers, y: NDArray[Any] | Non
     for i in range(min(n, MAX_ROWS)):
         index = answers.index[i]
         mixed = zip(answers.weights[i], answers.energies[i], strict=True)
+        file = f"  {printable(samples.files[i])}" if samples.files else ""
         yield (
             f"  {runtime.task.classes[index]:<{width}}  {answers.probabilities[i, index]:>11.4f}  "
             + "  ".join(f"{f'{weight:.3f} ({energy:+.2f})':>18}" for weight, energy in mixed)
+            + file
         )
     if n > MAX_ROWS:
         yield f"  ... and {n - MAX_ROWS} more (--json shows all)"
-    if y is not None:
-        yield f"  accuracy {(answers.index == y).mean():.4f}"
+    if samples.y is not None:
+        for name, (count, share) in _by_class(runtime.task, answers, samples.y).items():
+            yield f"  {name:<{width}}  accuracy {share:.4f} of {count}"
+        yield f"  accuracy {(answers.index == samples.y).mean():.4f}"
     median, worst = np.median(answers.calls_ms), np.percentile(answers.calls_ms, 99)
     yield f"  candidates: weight (energy); {median:.3f} ms a call (99 %: {worst:.3f} ms)"
     approximate = " (approximate)" if runtime.engine in APPROXIMATE else ""

@@ -20,21 +20,21 @@ import numpy as np
 from msgspec import Meta, Struct, UnsetType
 from numpy.typing import NDArray
 
-from deploy.fusion import (
+from deploy.sessions import Provider, Session
+from fedge.bundle import INPUT, INT8, LOGITS, OUTPUTS, Bundle, Part, PoolInfo
+from fedge.errors import ConfigError
+from fedge.fusion import (
     Floats,
     Formula,
     counted,
     counted_energy,
-    formula,
     fuse,
     gate_scores,
     guarding,
     only,
+    prepared,
     shifted,
 )
-from deploy.sessions import Provider, Session
-from fedge.bundle import INPUT, INT8, LOGITS, OUTPUTS, Bundle, Part, PoolInfo
-from fedge.errors import ConfigError
 from fedge.messages import Role
 from fedge.tensors import views_of
 
@@ -151,6 +151,8 @@ def make(bundle: Bundle, engine: EngineName, threads: int, providers: Sequence[P
     else:
         numbers = views_of((bundle.folder / bundle.manifest.gate.file_name).read_bytes())
         changed = shifted(numbers) if mode == "shift" else {}
+        experts = [k for k, c in enumerate(bundle.manifest.candidates) if c.role.is_shared]
+        how = prepared(bundle.manifest.task.input_shape, numbers | changed, experts, bundle.manifest.fusion.top)
     match engine:
         case "fused":
             parts = [part.file_name for part in dict.fromkeys(bundle.manifest.parts)]
@@ -158,9 +160,9 @@ def make(bundle: Bundle, engine: EngineName, threads: int, providers: Sequence[P
         case "int8":
             return Whole(Session(bundle.folder / INT8, bundle.folder, threads, providers, changed))
         case "separate":
-            return Separate(bundle, formula(bundle.manifest, numbers | changed), threads, providers)
+            return Separate(bundle, how, threads, providers)
         case "lazy":
-            return Lazy(bundle, formula(bundle.manifest, numbers | changed), threads, providers)
+            return Lazy(bundle, how, threads, providers)
 
 
 class Whole:

@@ -31,12 +31,11 @@ from deploy.answering import Answering
 from deploy.examination import Limits, allowed_ms, examine
 from deploy.slots import Slots, newest_in_inbox
 from deploy.trust import MAX_METADATA_BYTES, Trust
-from fedge.background import Background
 from fedge.bundle import MANIFEST, Manifest, read
 from fedge.bundle import decode as decode_manifest
 from fedge.egress import Rules, WithheldError
-from fedge.errors import MALFORMED, ConfigError, FedgeError, ProtocolError, StoreError, TransportError, UpdateRejected
-from fedge.files import BlobFolder, write_atomically
+from fedge.errors import ConfigError, FedgeError, ProtocolError, StoreError, TransportError, UpdateRejected
+from fedge.files import BlobFolder, read_kept, write_atomically
 from fedge.identity import Role, Subject
 from fedge.messages import Announcement, BlobRef, Health, Phase, Quality, Rollout, RolloutState, decode, encode
 from fedge.rollout import takes_part
@@ -50,16 +49,16 @@ from fedge.transport import Inbound, Transport
 log = logging.getLogger("fedge.deploy")
 
 MAX_ALL_METADATA_BYTES: Final = 8 << 20
-"""Of one announcement; a device that is asked to fetch more does not ask for a byte."""
+"""Limit for one announcement; if it is larger, nothing of it is fetched."""
 MAX_RELEASE_BYTES: Final = 4 << 30
-"""Of the parts that a device fetches for one release."""
+"""Limit for the parts that a device fetches for one release."""
 SPARE_DISK_BYTES: Final = 64 << 20
 """What a release must leave free."""
 FETCH_S: Final = 600.0
-"""Time for one file, after which what has come is kept and the rest is asked for again later."""
+"""Time limit for one file; what has arrived by then is kept, and the rest is requested again later."""
 METADATA_S: Final = 30.0
-"""Time for one file of metadata, which are small: who announced them is not there, and the inbox must not wait. Of any
-file something must come in that time."""
+"""Time limit for one file of metadata, which are small: their sender may be gone, and the inbox must not wait. Of any
+file, some bytes must arrive within this time."""
 HEALTH_S: Final = 60.0
 """Pause between two reports of a device where nothing happens."""
 LOOK_S: Final = 2.0
@@ -212,10 +211,11 @@ class Link:
         link = Link("cam1", "shop", home, slots, answering, limits)
         await link.attach(transport)
         async with transport:
-            await link.run()  # until it is cancelled
+            await asyncio.gather(link.follow(), link.report())  # until it is cancelled
 
     No peer can end it; what is impossible now is tried again later, while the device stays in service. Without a
-    broker, `follow()` alone handles the inbox. `rules`: what may leave, by the device's owner.
+    broker, `follow()` alone handles the inbox. It may be attached to another transport later. `rules`: what may leave,
+    by the device's owner.
     """
 
     def __init__(
@@ -272,19 +272,6 @@ class Link:
             raise StoreError(f"cannot write {self._home}: {error}") from error
         await transport.subscribe(self._topics.rollout, self._on_rollout)
         transport.on_connect(self._on_connect)
-
-    async def run(self) -> None:
-        """Follow the rollout and the inbox, and report health, until cancelled."""
-        loop = asyncio.get_running_loop()
-        failure: asyncio.Future[None] = loop.create_future()
-        background = Background(lambda error: None if failure.done() else failure.set_exception(error))
-        background.spawn(self._publish())
-        background.spawn(self.follow())
-        try:
-            await failure
-        finally:
-            background.cancel()
-            await asyncio.gather(*background.tasks, return_exceptions=True)
 
     # ------------------------------------------------------------------------------------------------- inwards
 
@@ -663,10 +650,11 @@ class Link:
             n_predictions=counters.n_predictions,
             n_failed=counters.n_failed,
             drift=self._answering.drifted,
+            outliers=self._answering.outliers,
         )
 
-    async def _publish(self) -> None:
-        """Publish what `_tell` found, and repeat the newest from time to time."""
+    async def report(self) -> None:
+        """Publish the device's health as `follow` finds it, and repeat it from time to time, until cancelled."""
         topic = self._topics.agent(self._id, "health")
         while True:
             try:
@@ -687,7 +675,7 @@ class Link:
 
 def _lasting(health: Health) -> Health:
     """The part of it whose change deserves a message."""
-    return msgspec.structs.replace(health, at=0.0, temperature_c=None, n_predictions=0, n_failed=0)
+    return msgspec.structs.replace(health, at=0.0, temperature_c=None, n_predictions=0, n_failed=0, outliers=None)
 
 
 def _fingerprint(folder: Path) -> Fingerprint:
@@ -699,7 +687,6 @@ def _fingerprint(folder: Path) -> Fingerprint:
 
 
 def _read_outcome(home: Path) -> Outcome:
-    try:
-        return msgspec.json.decode((home / "outcome.json").read_bytes(), type=Outcome)
-    except (OSError, *MALFORMED):
-        return Outcome()
+    with contextlib.suppress(StoreError):  # nothing can be written here; it answers all the same
+        return read_kept(home / "outcome.json", msgspec.json.Decoder(Outcome).decode) or Outcome()
+    return Outcome()

@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import re
 import ssl
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+import time
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,14 +35,14 @@ from fedge.bundle import read
 from fedge.config import NAME, Name, Secret, resolve, settings_options
 from fedge.credentials import Credentials
 from fedge.egress import Door, Rules, rules_of, without_figures
-from fedge.errors import ConfigError, StoreError
+from fedge.errors import ConfigError, StoreError, TransportError
 from fedge.https import server_tls
 from fedge.logs import bind
 from fedge.notify import ready
 from fedge.renewal import Renewal
 from fedge.step import Reveals
 from fedge.topics import Topics
-from fedge.transport import BrokerSettings, Transport
+from fedge.transport import SLOW_RETRY_S, BrokerSettings, Transport, parse_address
 
 log = logging.getLogger("fedge.deploy")
 
@@ -119,9 +121,9 @@ def serve(folders: tuple[str, ...], config: Path | None, as_json: bool, **flags:
       fedge serve --home cam1 --host 0.0.0.0 --http-cert-file own.crt --http-key-file own.key --token 3f9c1b7e52a80d46
 
     \b
-    Exit codes: 2 wrong configuration, no such bundle, HOME in use, the provider does not run here, 3 the port is taken
-    or the broker refuses us, 4 the disk is full or broken, 5 a bundle is not what its manifest says, 130 stopped;
-    requests that came before are answered.
+    Exit codes: 2 wrong configuration, no such bundle, HOME in use, the provider does not run here, 3 the port is taken,
+    4 the disk is full or broken, 5 a bundle is not what its manifest says, 130 stopped; requests that came before are
+    answered. A broker that is away or refuses us ends nothing.
     """  # noqa: D301 - click wants the backspace character itself
     settings = resolve(ServeSettings, "serve", config, flags)
     bind(federation=settings.federation, device=settings.id)
@@ -141,9 +143,11 @@ def serve(folders: tuple[str, ...], config: Path | None, as_json: bool, **flags:
         needed = settings.federation is None or settings.id is None or (settings.home is None and len(models) != 1)
         if settings.broker is not None and needed:
             raise ConfigError("--broker needs --federation, --id, and --home or exactly one model for the sensors")
-        broker = settings.at(settings.broker, keepalive_s=settings.keepalive_s) if settings.broker else None
+        if settings.broker is not None:
+            parse_address(settings.broker)
+            settings.by_files()
         tls = server_tls(settings.token, settings.http_cert_file, settings.http_key_file)
-        asyncio.run(_run(settings, models, broker, rules, tls, as_json))
+        asyncio.run(_run(settings, models, rules, tls, as_json))
     return INTERRUPTED
 
 
@@ -191,7 +195,6 @@ def _device(settings: ServeSettings, name: str | None, home: Path, held: context
 async def _run(
     settings: ServeSettings,
     models: Sequence[_Model],
-    broker: BrokerSettings | None,
     rules: Rules,
     tls: ssl.SSLContext | None,
     as_json: bool,
@@ -226,20 +229,21 @@ async def _run(
         async with server:
             _say(server.url, served, as_json)
             ready()
-            beside: list[Coroutine[None, None, None]] = []
-            if broker is not None:
-                beside.append(_on_broker(settings, broker, served[0], models[0], rules))
-            alone = [model for model in models if model.slots and (broker is None or model.home != settings.home)]
-            beside += map(_followed, alone)
+            links = [_link(model, settings, rules) for model in models]
+            beside = [link.follow() for link in links if link is not None]
+            if settings.broker is not None:
+                beside.append(
+                    _on_broker(settings, settings.broker, served[0], links[0] if settings.home else None, rules)
+                )
             await _until(stopped, beside)
 
 
-async def _followed(model: _Model) -> None:
-    """Take in bundles from the agent and `fedge install`, without a fleet."""
-    assert model.home is not None
-    assert model.slots is not None
-    assert isinstance(model.answers, Answering)
-    await Link(LOCAL, LOCAL, model.home, model.slots, model.answers, Limits()).follow()
+def _link(model: _Model, settings: ServeSettings, rules: Rules) -> Link | None:
+    """What takes in bundles of the agent, `fedge install` and, for --home, the fleet; None: the model never changes."""
+    if model.home is None or model.slots is None or not isinstance(model.answers, Answering):
+        return None
+    federation, name = settings.federation or LOCAL, settings.id or LOCAL
+    return Link(name, federation, model.home, model.slots, model.answers, Limits(), rules)
 
 
 async def _until(stopped: asyncio.Event, beside: Sequence[Coroutine[None, None, None]]) -> None:
@@ -252,30 +256,43 @@ async def _until(stopped: asyncio.Event, beside: Sequence[Coroutine[None, None, 
                 task.cancel()
 
 
-async def _on_broker(
-    settings: ServeSettings, broker: BrokerSettings, served: Served, model: _Model, rules: Rules
+async def _on_broker(settings: ServeSettings, address: str, served: Served, link: Link | None, rules: Rules) -> None:
+    """All of this device's MQTT work, until cancelled.
+
+    HTTP continues without a broker, and with certificates that are damaged, expired or refused: this is logged once and
+    tried again, as somebody may put it right.
+    """
+    topics, failed_at = Topics(settings.federation or LOCAL), -math.inf
+    while True:
+        began = time.monotonic()
+        try:
+            broker = settings.at(address, keepalive_s=settings.keepalive_s)
+            with contextlib.closing(Door(rules, settings.home, topics, lambda _: None)) as door:
+                await _connected(settings, broker, served, link, door)
+        except (ConfigError, StoreError, TransportError) as error:
+            again = began - failed_at < 2 * SLOW_RETRY_S
+            level = logging.DEBUG if again else logging.ERROR
+            log.log(level, "event=no_broker again_in_s=%.0f reason=%r", SLOW_RETRY_S, str(error))
+            failed_at = time.monotonic()
+        await asyncio.sleep(SLOW_RETRY_S)
+
+
+async def _connected(
+    settings: ServeSettings, broker: BrokerSettings, served: Served, link: Link | None, door: Door
 ) -> None:
-    """All of this device's MQTT work, until cancelled; HTTP continues while the broker is away."""
+    """The same over one transport, which finds the broker again by itself once that has let us in."""
     assert settings.federation is not None
     assert settings.id is not None
     topics = Topics(settings.federation)
-    door = Door(rules, settings.home, topics, lambda _: None)
     transport = Transport(broker, topics.client_id("serve", settings.id), door=door)
     sensor = Sensor(served, transport, settings.federation, settings.id)
-    if Reveals.ANSWERS in rules.allowed:
+    if Reveals.ANSWERS in door.rules.allowed:
         await transport.subscribe(sensor.topic, sensor.handle)
-    beside: Callable[[], Awaitable[object]] = asyncio.Event().wait
-    if settings.home is not None and model.slots is not None and isinstance(model.answers, Answering):
-        link = Link(settings.id, settings.federation, settings.home, model.slots, model.answers, Limits(), rules)
-        beside = link.run
-        try:
-            await link.attach(transport)
-        except StoreError as error:  # it can answer all the same
-            log.error("event=no_rollouts reason=%r", str(error))  # noqa: TRY400 - the text is all
-            beside = link.follow
+    if link is not None:
+        await link.attach(transport)
     await Renewal(transport, topics, settings.id).attach()
     async with transport, sensor:
-        await beside()
+        await (asyncio.Event().wait() if link is None else link.report())
 
 
 def _say(url: str, served: Sequence[Served], as_json: bool) -> None:

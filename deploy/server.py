@@ -33,23 +33,23 @@ MAX_BODY_BYTES: Final = 8 << 20
 """A batch of 13 pictures of 224 x 224 in colour as FP32."""
 MAX_CONNECTIONS: Final = 64
 MAX_HEALTH_CONNECTIONS: Final = 8
-"""Beside these: who asks for health and nothing else, when all places are taken."""
+"""Additional places for health checks when all others are taken."""
 HEAD_TIMEOUT_S: Final = 5.0
-"""For the head of the first request."""
+"""Time limit for the head of the first request."""
 HEALTH_TIMEOUT_S: Final = 1.0
-"""For a request on one of the places for health."""
+"""Time limit for a request on a place for health checks."""
 SILENT_S: Final = 0.5
-"""When all places are taken, who has asked for nothing so long gives way to who comes."""
+"""When all places are taken, a client that has been silent for this long makes way for a new one."""
 SLOW_S: Final = 5.0
-"""When all places are taken, whose body has been coming so long gives way, too."""
+"""When all places are taken, a client that has been sending a body for this long makes way, too."""
 BODY_TIMEOUT_S: Final = 30.0
-"""For a body to come in whole; a client that trickles holds a connection no longer."""
+"""Time limit for a body, so that a slow client cannot hold its connection."""
 IDLE_TIMEOUT_S: Final = 30.0
-"""Between requests."""
+"""Time limit between two requests."""
 LINGER_S: Final = 1.0
-"""For the rest of a body that was refused: closed at once, many a client would not see why."""
+"""Time to read the rest of a refused body: if closed at once, many clients would not see the reason."""
 DRAIN_S: Final = 10.0
-"""For what has been asked when the server is stopped."""
+"""Time for pending requests when the server is stopped."""
 HEALTH: Final = {"/v2/health/live": {"live": True}, "/v2/health/ready": {"ready": True}}
 HEADER_LENGTH: Final = "Inference-Header-Content-Length"
 
@@ -186,7 +186,7 @@ class Server:
         """Health is open to everybody; anything else needs the token, if one is set."""
         if self._token is not None and request.path not in HEALTH:
             shown = request.headers.get("Authorization", "").encode(errors="surrogateescape")
-            if not hmac.compare_digest(shown, f"Bearer {self._token}".encode()):
+            if not hmac.compare_digest(shown, f"Bearer {self._token}".encode(errors="surrogateescape")):
                 raise web.HTTPUnauthorized(text="this server wants a token: Authorization: Bearer TOKEN")
         return await handler(request)
 

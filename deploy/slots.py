@@ -382,8 +382,9 @@ class Slots:
         return replace(bundle, folder=target)
 
     def _mend(self, slot: Slot) -> None:
-        """Rebuild a slot with its own bundle or else the other one."""
+        """Rebuild a slot with its own bundle or else the other one; one that never was gets a copy of the other."""
         folder = self._folder(slot)
+        existed = folder.exists()
         other = self.running if slot == self._idle else self.staged
         assert other is not None
         try:
@@ -393,7 +394,10 @@ class Slots:
                 self._build(slot, (other / MANIFEST).read_bytes())
             except (UpdateRejected, OSError) as lost:
                 raise StoreError(f"{folder} cannot be mended: {error}") from lost
-        log.warning("event=slot_mended slot=%s", folder)
+        if existed:
+            log.warning("event=slot_mended slot=%s", folder)
+        else:
+            log.info("event=slot_filled slot=%s", folder)
 
     def _load(self) -> State:
         """The state on disk or, if lost or unreadable, one that runs the newest intact bundle."""

@@ -102,15 +102,18 @@ if TYPE_CHECKING:
 log = logging.getLogger("fedge.agent")
 
 WILL_DELAY_S: Final = 10
-"""A device that is back within 10 s was never gone: Wi-Fi roaming takes a few seconds."""
+"""A device that returns within 10 s does not count as gone: Wi-Fi roaming takes a few seconds."""
 
 GOODBYE_S: Final = 5.0
-"""How long a stopping agent tries to say that it sleeps; after that the last will says that it is gone."""
+"""Time limit for a stopping agent to announce that it sleeps; after that, its last will says that it is gone."""
 
 
 FETCH_PATIENCE_S: Final = 120.0
-"""An order whose models do not come, although the broker is there, fails after so long and gives way to the next: who
-sent it may be gone, or never was. A coordinator that was restarted is back sooner."""
+"""An order whose models do not arrive, although the broker is there, fails after this time and makes way for the next:
+its sender may be gone, or may never have existed. A restarted coordinator is back sooner."""
+
+SPARE_DISK_BYTES: Final = 64 << 20
+"""What an order must leave free, of a small disk a twentieth: for its result, a bundle, the log and everybody else."""
 
 
 class Works(Protocol):
@@ -132,19 +135,14 @@ class Limits:
 
     def excuse(self, now: Context) -> Declined | None:
         """Why the device declines work now, or None."""
-        if self.min_free_ram_gb is not None and now.free_ram_gb is not None and now.free_ram_gb < self.min_free_ram_gb:
-            text = f"free RAM {now.free_ram_gb:.2f} GB is below {self.min_free_ram_gb:g} GB"
-            return Declined(why=Why.MEMORY, reason=text)
-        if (
-            self.max_temperature_c is not None
-            and now.temperature_c is not None
-            and now.temperature_c > self.max_temperature_c
-        ):
-            text = f"temperature {now.temperature_c:.0f} C is above {self.max_temperature_c:g} C"
+        ram_gb, temperature_c, battery = self.min_free_ram_gb, self.max_temperature_c, self.min_battery
+        if ram_gb is not None and now.free_ram_gb is not None and now.free_ram_gb < ram_gb:
+            return Declined(why=Why.MEMORY, reason=f"free RAM {now.free_ram_gb:.2f} GB is below {ram_gb:g} GB")
+        if temperature_c is not None and now.temperature_c is not None and now.temperature_c > temperature_c:
+            text = f"temperature {now.temperature_c:.0f} C is above {temperature_c:g} C"
             return Declined(why=Why.HOT, reason=text)
-        if self.min_battery is not None and now.battery is not None and now.battery < self.min_battery:
-            text = f"battery {now.battery:.0%} is below {self.min_battery:.0%}"
-            return Declined(why=Why.BATTERY, reason=text)
+        if battery is not None and now.battery is not None and now.battery < battery:
+            return Declined(why=Why.BATTERY, reason=f"battery {now.battery:.0%} is below {battery:.0%}")
         return None
 
 
@@ -295,7 +293,7 @@ class Agent:
         self._background.spawn(self._publish_what_waits())
         self._background.spawn(self._tell_context())
         await self._end
-        self._say("stopping")
+        self._say("stopping", logging.DEBUG)
         self._feed(Closing())
         if self._work is not None:
             await self._work
@@ -304,7 +302,7 @@ class Agent:
                 status = self._topics.agent(self._identity.device_id, "status")
                 good_bye = self._signed.seal(status, encode(self._status(Presence.SLEEPING)))
                 await self._transport.publish(status, good_bye, retain=True)
-        self._say("sleeping")
+        self._say("sleeping", logging.DEBUG)
 
     def _halt(self) -> None:
         """Stop everything, however `run` ends."""
@@ -320,7 +318,8 @@ class Agent:
     # ------------------------------------------------------------------------------------------------- inwards
 
     async def _on_connect(self) -> None:
-        self._say("online", broker=f"{self._broker.host}:{self._broker.port}", protocol=self._transport.protocol)
+        where = f"{self._broker.host}:{self._broker.port}"
+        self._say("online", logging.DEBUG, broker=where, protocol=self._transport.protocol)
         self._send(self._status(Presence.ONLINE))
         self._send(self._measure())
         self._feed(Connected())
@@ -384,12 +383,12 @@ class Agent:
         match action:
             case Persist(order):
                 self._outbox.persist(order)
-                self._say("order_received", **_about(order), left_s=round(order.left_s, 1))
+                self._say("order_received", logging.DEBUG, **_about(order), left_s=round(order.left_s, 1))
             case Run(order):
                 self._stop_work.clear()
                 self._work = self._background.spawn(self._carry_out(order))
             case Stop(order_id):
-                self._say("order_stopping", order=order_id)
+                self._say("order_stopping", logging.DEBUG, order=order_id)
                 self._stop_work.set()
                 if self._fetching is not None:
                     self._fetching.cancel()
@@ -406,7 +405,8 @@ class Agent:
             case Acknowledge(ack):
                 self._outgoing.pop(ack.order_id, None)
                 self._outbox.acknowledge(ack, remember=MAX_ACKED)
-                self._say("report_acked", order=ack.order_id, accepted=ack.accepted, reason=ack.reason)
+                level = logging.DEBUG if ack.accepted else logging.WARNING
+                self._say("report_acked", level, order=ack.order_id, accepted=ack.accepted, reason=ack.reason)
             case Discard(order_id, reason):
                 self._outgoing.pop(order_id, None)
                 self._outbox.discard(order_id)
@@ -417,7 +417,7 @@ class Agent:
     async def _carry_out(self, order: Order) -> None:
         """Do one order from its models to its report; a stopped one gives none."""
         with bound(**_about(order)):
-            self._say("order_started", **_about(order))
+            self._say("order_started", logging.DEBUG, **_about(order))
             began = time.monotonic()
             report: Report | None = None
             try:
@@ -444,8 +444,11 @@ class Agent:
             text = f"the order is for task {order.task_fingerprint}, this device has {mine}"
             return Failed(why=Why.OTHER_TASK, reason=text)
         needed = sum(ref.size_bytes for ref in blobs_of(action) if ref.digest not in self._models)
-        if needed > (free := shutil.disk_usage(self._home).free):
-            text = f"the models need {needed / 1e6:.0f} MB, {free / 1e6:.0f} MB are free"
+        disk = shutil.disk_usage(self._home)
+        spare = min(SPARE_DISK_BYTES, disk.total // 20)
+        if needed + spare > disk.free:
+            needs, stays, there = (f"{size / 1e6:.0f} MB" for size in (needed, spare, disk.free))
+            text = f"the models need {needs} and {stays} must stay free, {there} are free"
             return Declined(why=Why.DISK, reason=text)
         return self._limits.excuse(self._measure())
 

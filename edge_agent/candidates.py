@@ -13,10 +13,9 @@ from msgspec import Struct
 from edge_agent import mixture, private_model
 from edge_agent.device import FailedError
 from edge_agent.evaluation import logits, shared_prior
-from edge_agent.mixture import Array
 from edge_agent.private_model import Samples
-from export.reference import calibrated, raw_energies, standardised
-from fedge.errors import StoreError
+from fedge.errors import DamagedError
+from fedge.fusion import Array, calibrated, raw_energies, standardised
 from fedge.messages import Role
 from fedge.sgd import Sgd
 from fedge.steps.fit_weights import Calibration
@@ -104,11 +103,6 @@ class Candidates:
     energy_mean: Array
     energy_std: Array
 
-    @property
-    def experts(self) -> tuple[int, ...]:
-        """Positions of the models shared by several devices."""
-        return tuple(k for k, role in enumerate(self.roles) if role.is_shared)
-
 
 def keep(device: Device, fitted: Fitted) -> None:
     """Store the candidates durably."""
@@ -128,7 +122,7 @@ def fitted_on(device: Device) -> Fitted:
     try:
         return msgspec.msgpack.decode(data, type=Fitted)
     except msgspec.DecodeError as error:
-        raise StoreError(f"the candidates cannot be read: {error}") from error
+        raise DamagedError(f"the candidates cannot be read: {error}") from error
 
 
 def candidates(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -24,6 +25,8 @@ from fedge.processor import Processor
 if TYPE_CHECKING:
     from edge_agent.agent import Agent
     from fedge.task import TaskSpec
+
+log = logging.getLogger("fedge.agent")
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -100,6 +103,8 @@ def _look_at_samples(settings: AgentSettings, task: TaskSpec) -> tuple[int, str]
     if settings.train_on is Processor.CUDA:
         child.call("edge_agent.workplace:require_processor", settings.train_on, returns=type(None))
     data = samples(settings, task)
+    n, classes = len(data.x_train), ", ".join(task.classes)
+    log.info("event=samples task=%s n=%d validation=%d classes=%r", task.name, n, len(data.x_val), classes)
     if not settings.trains:
         return 0, data.digest()
     Validation(data.x_val, data.y_val, data.sensitive_val).save(settings.home)

@@ -23,8 +23,8 @@ import numpy as np
 from msgspec import Struct
 
 from fedge import weights
-from fedge.bundle import digest_in
-from fedge.errors import FedgeError, ProtocolError, StoreError, TransportError
+from fedge.bundle import MARKED, digest_in
+from fedge.errors import MALFORMED, DamagedError, FedgeError, ProtocolError, TransportError
 from fedge.files import highest_release, remove_unread, write_atomically
 from fedge.messages import BlobRef, Codec, Order, Why
 from fedge.step import Failed, Steps, device_half
@@ -146,7 +146,7 @@ def newest(folder: Path, limit: int | None = None) -> bytes | None:
     try:
         return (folder / str(max(rounds))).read_bytes()
     except OSError as error:
-        raise StoreError(f"{folder / str(max(rounds))} cannot be read: {error}") from error
+        raise DamagedError(f"{folder / str(max(rounds))} cannot be read: {error}") from error
 
 
 def _numbers(folder: Path) -> list[int]:
@@ -309,31 +309,33 @@ class Device:
     # ------------------------------------------------------------------------------------------------------ bundles
 
     def write_bundle(self, made: Mixture | Pool, method: str, metrics: Mapping[str, float]) -> BundleInfo:
-        """Write a bundle with the next release number, and check it against torch on validation samples.
+        """Write a bundle with the next release number.
 
-        A repeated order writes the same release as before.
+        It is checked against torch on unmarked validation samples alone, since a failure is reported. A repeated order
+        writes the same release as before.
         """
         from export import write_bundle
 
-        release = self.release()
+        release, data = self.release(), self.data
+        marked = {MARKED: 1.0} if data.any_sensitive else {}
         info = write_bundle(
             self.host.home / "bundles" / str(release),
             task=self.task,
             layout=self.layout,
             mixture=made,
-            validation=self.data.x_val,
+            validation=data.x_val,
+            compared=data.shared_validation[0] if marked else None,
             release=release,
             method=method,
-            metrics=dict(metrics),
+            metrics={**metrics, **marked},
         )
         prune_bundles(self.host.home)
         return info
 
     def release(self) -> int:
         """The release of this order's bundle: the next one, or that of the first attempt if repeated."""
-        known = self.files.read("release")
-        if known is not None:
-            order_id, number = msgspec.msgpack.decode(known, type=tuple[str, int])
+        with suppress(*MALFORMED):
+            order_id, number = msgspec.msgpack.decode(self.files.read("release") or b"", type=tuple[str, int])
             if order_id == self.order.id:
                 return number
         number = highest_release(self.host.home) + 1
@@ -379,7 +381,7 @@ def kept_of(data: bytes) -> Kept:
     try:
         return msgspec.msgpack.decode(data, type=Kept)
     except msgspec.DecodeError as error:
-        raise StoreError(f"what was kept for later rounds cannot be read: {error}") from error
+        raise DamagedError(f"what was kept for later rounds cannot be read: {error}") from error
 
 
 def failed(error: Exception) -> Failed:

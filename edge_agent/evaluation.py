@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_agent import mixture
-from edge_agent.mixture import PLAIN, Array
+from edge_agent.mixture import PLAIN
 from edge_agent.private_model import Samples
+from fedge.fusion import Array
 from fedge.models.training import loss_and_gradient_norm
 from fedge.steps.fit_weights import Calibration
 from fedge.steps.train import Choice, Start

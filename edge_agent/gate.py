@@ -15,11 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from edge_agent.mixture import Array
 from export.mixture import GATE_HIDDEN, GateWeights
-from export.reference import gate_features
+from fedge.fusion import Array, gate_features
 from fedge.models.training import tensor
-from fedge.task import gate_pool
 
 MIN_SAMPLES: Final = 10
 """With fewer validation samples the gate is not trained."""
@@ -28,16 +26,6 @@ LEARNING_RATE: Final = 0.02
 DECAY: Final = 0.03
 _SMALLEST_SPREAD: Final = 0.1
 """Of the mean spread: an input that hardly varies here must not be blown up where it does."""
-
-
-def features(x: NDArray[np.floating]) -> Array:
-    """The gate's inputs (n, F) of model inputs (n, *input_shape)."""
-    return gate_features(x, gate_pool(x.shape[1:]))
-
-
-def n_features(input_shape: tuple[int, ...]) -> int:
-    """F, the number of gate inputs per sample."""
-    return int(features(np.zeros((1, *input_shape))).shape[1])
 
 
 class Logits(NamedTuple):
@@ -66,15 +54,15 @@ def train_gate(
         scores: (m, M) log omega_k + beta * standardised energy, constants here; finite where `log_p` is.
         seed: of the first layer's weights.
         decay: see above; of all parameters.
-        experts: candidates of which only the `top` largest scores take part in a sample, as in `export.reference.fuse`.
+        experts: candidates of which only the `top` largest scores take part in a sample, as in `fedge.fusion`.
         top: see `experts`.
         fused_logits: finite; p = softmax(sum of alpha_k l_k) instead of the mixture of the q_k.
     """
     usable = np.isfinite(log_p)
     rows = usable.any(axis=1)
     if len(x) < MIN_SAMPLES or not rows.any():
-        return GateWeights.untrained(n_features(x.shape[1:]), log_p.shape[1])
-    inputs = features(x)
+        return GateWeights.untrained(x.shape[1:], log_p.shape[1])
+    inputs = gate_features(x)
     mean, scale = _standardisation(inputs) if x.ndim != 4 else (0.0, 1.0)
     network = _network(inputs.shape[1], log_p.shape[1], seed)
     fused = _of_probabilities(np.where(usable, log_p, -np.inf)[rows])

@@ -25,7 +25,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from msgspec import Struct
 
 from edge_agent.device import Device, FailedError
-from fedge.errors import StoreError
+from fedge.errors import DamagedError
 from fedge.files import write_atomically
 from fedge.masking import Roster, read_roster
 from fedge.messages import BlobRef
@@ -71,7 +71,7 @@ class Session:
         except FileNotFoundError:
             return None
         except (OSError, msgspec.DecodeError) as error:
-            raise StoreError(f"{path} cannot be read: {error}") from error
+            raise DamagedError(f"{path} cannot be read: {error}") from error
 
     def read(self, kind: type[T]) -> T | None:
         """The stored value of this kind; None: nothing.

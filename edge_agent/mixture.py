@@ -1,7 +1,7 @@
 """How a device fits its mixture: prior, temperature, weights, energy, guard (fedge.md sections 6 to 11).
 
 Pure float64 numpy, symbols as in the specification: M candidates, C classes, n samples. The mixture's own formula is in
-`export.reference`.
+`fedge.fusion`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,10 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from export.reference import calibrated, log_softmax, log_weights
 from fedge.calibration import grid
+from fedge.fusion import Array, calibrated, log_softmax, log_weights
 from fedge.messages import Role
 from fedge.steps.fit_weights import Calibration
-
-Array = NDArray[np.float64]
 
 PLAIN: Final = Calibration(temperature=1.0, kappa=0.0)
 """A model's own probabilities."""

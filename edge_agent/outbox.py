@@ -18,6 +18,7 @@ remaining time counts as gone. A coordinator that still wants the order gives it
 from __future__ import annotations
 
 import logging
+import shutil
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -29,14 +30,13 @@ import msgspec
 
 from edge_agent.uptime import boot, uptime_s
 from fedge.errors import MALFORMED, ConfigError, ProtocolError, StoreError
-from fedge.files import BlobFolder, locked, write_atomically
+from fedge.files import BlobFolder, locked, read_kept, write_atomically
 from fedge.messages import Ack, Order, Report, blobs_of, decode, encode
 
 log = logging.getLogger("fedge.agent")
 
-
-VERSION: Final = "2"
-"""Of the folder: that of the messages in it."""
+VERSION: Final = 2
+"""Version of the folder, which is that of the messages in it."""
 
 
 class _Kept(msgspec.Struct, frozen=True):
@@ -89,13 +89,12 @@ class Outbox:
             for part in (self._orders, self._reports):
                 part.mkdir(exist_ok=True)
             self._blobs = BlobFolder(folder / "blobs")
-            self.verdicts = self._read_verdicts()
+            self.verdicts = read_kept(self._acked, _verdicts.decode) or []
             self._clean_up()
-        except OSError as error:
+        except (OSError, ConfigError, StoreError) as error:
             self.close()
-            raise StoreError(f"cannot open {folder}: {error}") from error
-        except (ConfigError, StoreError):
-            self.close()
+            if isinstance(error, OSError):
+                raise StoreError(f"cannot open {folder}: {error}") from error
             raise
 
     def __enter__(self) -> Self:
@@ -166,15 +165,6 @@ class Outbox:
 
     # ----------------------------------------------------------------------------------------------------- cleaning
 
-    def _read_verdicts(self) -> list[Verdict]:
-        try:
-            return _verdicts.decode(self._acked.read_bytes())
-        except FileNotFoundError:
-            return []
-        except MALFORMED as error:
-            log.warning("event=unreadable file=%s error=%s", self._acked, error)
-            return []
-
     def _clean_up(self) -> None:
         """Delete leftovers of a crash: half-written files, unfinished deletions, incomplete reports."""
         over = {verdict.order_id for verdict in self.verdicts}
@@ -219,10 +209,13 @@ def _read(path: Path, parse: Callable[[bytes], T], name_of: Callable[[T], str]) 
         if name_of(message) == path.name:
             return message
         reason = f"holds {name_of(message)}"
-    except ProtocolError as error:
+    except (ProtocolError, IsADirectoryError) as error:
         reason = str(error)
     log.warning("event=unreadable file=%s error=%s", path, reason)
-    path.unlink()
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
     return None
 
 
@@ -234,17 +227,17 @@ def _migrate(folder: Path) -> None:
         StoreError: the folder belongs to a newer fedge, or cannot be written.
     """
     file = folder / "version"
-    if file.exists():
-        found = file.read_text(errors="replace").strip()
+    known = file.exists()
+    if found := read_kept(file, int):
         if found != VERSION:
             raise StoreError(f"{folder} has version {found}, this fedge knows {VERSION}: update fedge")
         return
     old = [*(folder / "orders").glob("[!.]*"), *(folder / "reports").glob("[!.]*")]
-    if old:
+    if old and not known:  # a damaged file of the version was ours: fedge 0.1 had none
         raise ConfigError(
             f"{folder} holds work of fedge 0.1 ({old[0].name}), which fedge 0.2 cannot go on with: finish it with "
             f"fedge 0.1, or delete {folder}, or use another --home; bundles that are installed go on answering"
         )
     if (folder / "acked").exists():
         log.info("event=migrated folder=%s from=0.1 unused=%r", folder, "candidates and personal beside it")
-    write_atomically(file, VERSION.encode())
+    write_atomically(file, str(VERSION).encode())

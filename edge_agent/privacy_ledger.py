@@ -24,7 +24,7 @@ from msgspec import Struct
 
 from edge_agent.device import FailedError
 from fedge.egress import PRIVACY_LEDGER
-from fedge.errors import StoreError
+from fedge.errors import DamagedError
 from fedge.files import write_atomically
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class Ledger:
         try:
             self.charges = _charges.decode(self._path.read_bytes()) if self._path.exists() else []
         except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise StoreError(
+            raise DamagedError(
                 f"{self._path} cannot be read ({error}): what these samples have spent is not known any more; "
                 "restore the file, or give the agent new samples and a new --home"
             ) from error

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedge.divergence import divergence
-from fedge.errors import MALFORMED, ConfigError, StoreError
+from fedge.errors import MALFORMED, ConfigError, DamagedError
 from fedge.files import write_atomically
 from fedge.models.training import CHUNK, CPU, tensor
 
@@ -128,7 +128,7 @@ def _read(path: Path) -> Noise | None:
     try:
         return msgspec.json.decode(path.read_bytes(), type=Noise)
     except (OSError, *MALFORMED) as error:
-        raise StoreError(f"{path} cannot be read: {error}") from error
+        raise DamagedError(f"{path} cannot be read: {error}") from error
 
 
 def last_activation(module: nn.Module, x: Tensor) -> nn.Module:

@@ -24,7 +24,7 @@ from edge_agent.device import (
     overlay,
     secret,
 )
-from fedge.errors import FedgeError, StoreError
+from fedge.errors import DamagedError, FedgeError, StoreError
 from fedge.messages import Order, Why
 from fedge.step import (
     Action,
@@ -184,6 +184,8 @@ class Worker:
         """
         try:
             return work()
+        except DamagedError as error:
+            return failed(error)
         except (StoreError, StoppedError):
             raise
         except (FedgeError, FailedError, ValueError) as error:

@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("fedge.agent")
 
 KEEP_S: Final = 60.0
-"""The steps of a round follow each other faster than that."""
+"""The process waits this long for the next order; the steps of a round follow each other faster."""
 ENOUGH_BYTES: Final = 1 << 29
-"""With less memory free beside it, the process ends with each order."""
+"""With less free memory, the process ends after each order."""
 ATTEMPTS: Final = 2
-"""Of an order whose process dies: the kernel may have meant another, a network that brings it down does so again."""
+"""Attempts at an order whose process dies: a lack of memory may pass, a network that crashes does so again."""
 
 
 def free_bytes() -> int:
@@ -149,7 +149,7 @@ def carry_out(settings: AgentSettings, digest: str, order: Order) -> Done:
     """An order, by a worker that is made with the first one."""
     models = BlobFolder(settings.home / "models")
     try:
-        finished = _worker(settings, digest).execute(order, lambda ref: models.get(ref.digest))
+        finished = _worker(settings, digest, _version(settings.data)).execute(order, lambda ref: models.get(ref.digest))
         report = report_of(order, finished.result, 0.0)
     except StoreError:
         raise
@@ -185,9 +185,20 @@ def samples(settings: AgentSettings, task: TaskSpec) -> DeviceData:
     return DeviceData.unlabelled(device_inputs(task, settings.data))
 
 
+def _version(source: Path) -> tuple[tuple[str, int, int], ...]:
+    """Name, time and size of a source of samples, or of all files in its folder: changes when it does."""
+    files = sorted(source.rglob("*")) if source.is_dir() else [source]
+    found = []
+    for file in files:
+        with suppress(OSError):  # it is gone; who reads it says so
+            stat = file.stat()
+            found.append((str(file), stat.st_mtime_ns, stat.st_size))
+    return tuple(found)
+
+
 @lru_cache(1)
-def _worker(settings: AgentSettings, digest: str) -> Worker:
-    """The worker, on one core beside the agent's keep-alive.
+def _worker(settings: AgentSettings, digest: str, _: object) -> Worker:
+    """The worker, on one core beside the agent's keep-alive; made anew when the samples change.
 
     Raises:
         ConfigError: the samples cannot be read, or are no longer those of the digest.

@@ -3,7 +3,6 @@
 from export.bundle import BundleInfo, write_bundle
 from export.mixture import Candidate, GateWeights, Guard, Mixture
 from export.pool import Pool, PoolGate
-from export.reference import reference
 
 __all__ = [
     "BundleInfo",
@@ -13,6 +12,5 @@ __all__ = [
     "Mixture",
     "Pool",
     "PoolGate",
-    "reference",
     "write_bundle",
 ]

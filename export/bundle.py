@@ -19,6 +19,7 @@ from export.pool import Pool, expected, pool_parts, pool_skeleton
 from fedge.bundle import (
     BRANCH,
     MANIFEST,
+    MARKED,
     OUTLIER_BELOW,
     SKELETON,
     CandidateInfo,
@@ -34,6 +35,7 @@ from fedge.bundle import (
 from fedge.energies import reference
 from fedge.errors import StoreError
 from fedge.files import whole_folder, write_atomically
+from fedge.fusion import n_gate_features
 from fedge.messages import Role
 from fedge.task import TaskSpec
 from fedge.tensors import Layout, digest_of, to_bytes, unflatten
@@ -58,6 +60,7 @@ def write_bundle(
     release: int,
     method: str,
     metrics: Mapping[str, float],
+    compared: NDArray[np.floating] | None = None,
 ) -> BundleInfo:
     """Write a mixture as a bundle. Equal arguments give equal bytes; an existing bundle is replaced.
 
@@ -68,10 +71,11 @@ def write_bundle(
         task: what the bundle is for.
         layout: of the candidates' models.
         mixture: see `Mixture` and `Pool`.
-        validation: (n, *input_shape) model inputs of the device for the parity check; n may be 0.
+        validation: (n, *input_shape) model inputs of the device, for the reference and the parity check; n may be 0.
         release: must increase; a device refuses to go back.
         method: that made the candidates, for people.
         metrics: figures for people, finite.
+        compared: model inputs for the parity check, if not all of `validation`.
 
     Raises:
         ValueError: the mixture is inconsistent (shapes, a non-finite number, a weight outside [0, 1]).
@@ -97,7 +101,7 @@ def write_bundle(
             graphs = {SKELETON: graph} | ({} if alone is None else {BRANCH: alone})
             for name, data in graphs.items():
                 write_atomically(unfinished / name, data)
-            found = _parity(task, layout, mixture, with_parts(graph, names), unfinished, validation)
+            found = _parity(task, layout, mixture, with_parts(graph, names), unfinished, validation, compared)
             manifest = encode(_manifest(task, mixture, names, graphs, release, method, metrics, found))
             write_atomically(unfinished / MANIFEST, manifest)
     except OSError as error:
@@ -121,8 +125,8 @@ def _check(task: TaskSpec, mixture: Mixture) -> None:
     for name, (array, shape) in shapes.items():
         if np.shape(array) != shape:
             raise ValueError(f"{name} has shape {np.shape(array)}, expected {shape}")
-    if features != parity.n_gate_features(task):
-        raise ValueError(f"the gate takes {features} inputs, the task gives {parity.n_gate_features(task)}")
+    if features != (given := n_gate_features(task.input_shape)):
+        raise ValueError(f"the gate takes {features} inputs, the task gives {given}")
     for candidate in mixture.candidates:
         numbers = (candidate.temperature, candidate.kappa, candidate.energy_mean, candidate.energy_std)
         if not (all(map(math.isfinite, numbers)) and candidate.temperature > 0 and 0 <= candidate.weight <= 1):
@@ -160,16 +164,20 @@ def _parity(
     graph: bytes,
     folder: Path,
     validation: NDArray[np.floating],
+    compared: NDArray[np.floating] | None,
 ) -> _Found:
-    x = parity.samples(task, validation)
-    probabilities, weights, energies = parity.run(graph, folder, x)
-    if isinstance(mixture, Pool):
-        wanted = expected(task, layout, mixture, x)
-    else:
-        wanted = parity.expected(task, layout, mixture, x)[0]
-    difference = parity.check(probabilities, wanted)
+    x = parity.samples(task, validation if compared is None else compared)
+    found = parity.run(graph, folder, x)
+
+    def wanted(lean: float) -> NDArray[np.floating]:
+        if isinstance(mixture, Pool):
+            return expected(task, layout, mixture, x, found, lean)
+        return parity.expected(task, layout, mixture, x, found, lean)[0]
+
+    difference = parity.check(found[0], wanted)
     if not len(validation):
         return _Found(difference, None, None)
+    _, weights, energies = found if compared is None else parity.run(graph, folder, parity.samples(task, validation))
     highest = np.where(np.isfinite(energies), energies, -np.inf).max(axis=0)
     return _Found(difference, reference(weights, energies), highest)
 
@@ -198,7 +206,8 @@ def _manifest(
         fusion=fusion,
         pool=pool or UNSET,
         reference=found.yardstick[0] if found.yardstick else UNSET,
-        metrics={name: float(value) for name, value in metrics.items()}
+        metrics={MARKED: 0.0}
+        | {name: float(value) for name, value in metrics.items()}
         | ({OUTLIER_BELOW: found.yardstick[1]} if found.yardstick else {}),
         max_abs_diff=found.difference,
     )

@@ -16,23 +16,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from export.branch import IR_VERSION, branch
-from export.mixture import MIN_ENERGY_STD, Mixture
-from export.reference import log_weights
+from export.mixture import Mixture
 from fedge.bundle import INPUT, LOGITS, OUTPUTS, Bundle, slot
+from fedge.fusion import LOWEST, MIN_ENERGY_STD, log_weights
 from fedge.task import SMALL_WINDOW, TaskSpec, gate_pool
 from fedge.tensors import Place, places_in
 
 if TYPE_CHECKING:
     import onnx
 
-LOWEST: Final = np.float32(-3e38)
-"""Score of a candidate that is dropped: below every other, and finite, so that a softmax over such scores is too."""
 LARGE: Final = 1024
 """Bytes of a constant that all branches share."""
 
 
-def gate_tensors(mixture: Mixture) -> dict[str, NDArray[np.generic]]:
-    """The tensors of the gate's part: everything of a device except its candidates' weights.
+def gate_tensors(mixture: Mixture, dtype: type[np.floating] = np.float32) -> dict[str, NDArray[np.generic]]:
+    """The tensors of the gate's part, floats as `dtype`: everything of a device except its candidates' weights.
 
     The last row of `scale` and `prior`, the last entry of `order` and `guard.share` belong to the guard's alternative:
     the candidate's logits again with another calibration, and its share of the output, ½ or 0.
@@ -60,10 +58,9 @@ def gate_tensors(mixture: Mixture) -> dict[str, NDArray[np.generic]]:
         floats["energy.scale"] = 1 / mixture.energy_temperature
     if mixture.space == "logit":
         floats = {name: value for name, value in floats.items() if name not in {"scale", "prior", "guard.share"}}
-        return {name: np.array(value, np.float32) for name, value in floats.items()}
-    order = [*range(len(candidates)), guard.candidate if guard else 0]
-    tensors: dict[str, NDArray[np.generic]] = {name: np.array(value, np.float32) for name, value in floats.items()}
-    tensors["order"] = np.array(order, np.int64)
+    tensors: dict[str, NDArray[np.generic]] = {name: np.array(value, dtype) for name, value in floats.items()}
+    if mixture.space == "prob":
+        tensors["order"] = np.array([*range(len(candidates)), guard.candidate if guard else 0], np.int64)
     return tensors
 
 

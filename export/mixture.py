@@ -8,15 +8,10 @@ from typing import Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from fedge.fusion import ENERGY_CLIP, n_gate_features
 from fedge.messages import Role
 from fedge.tensors import Model
 
-Array = NDArray[np.float64]
-
-ENERGY_CLIP: Final = 3.0
-"""Bound of the standardised energy (fedge.md section 9)."""
-MIN_ENERGY_STD: Final = 0.1
-"""Smallest divisor of the standardisation (fedge.md section 9)."""
 GATE_HIDDEN: Final = 16
 """Hidden units of the gate (scmoe_pfl.md 11.1)."""
 
@@ -55,10 +50,10 @@ class GateWeights:
     out_bias: NDArray[np.floating]
 
     @classmethod
-    def untrained(cls, n_features: int, n_candidates: int) -> GateWeights:
+    def untrained(cls, input_shape: tuple[int, ...], n_candidates: int) -> GateWeights:
         """The gate before training: r = 0 for every sample."""
         return cls(
-            hidden_weight=np.zeros((GATE_HIDDEN, n_features)),
+            hidden_weight=np.zeros((GATE_HIDDEN, n_gate_features(input_shape))),
             hidden_bias=np.zeros(GATE_HIDDEN),
             out_weight=np.zeros((n_candidates, GATE_HIDDEN)),
             out_bias=np.zeros(n_candidates),

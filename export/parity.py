@@ -1,88 +1,148 @@
-"""Checks that ONNX Runtime predicts the same as torch with the formula of `export.reference`."""
+"""Checks that ONNX Runtime predicts the same as torch with the formula of `fedge.fusion` in float64."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from export.mixture import Array, Mixture
-from export.reference import gate_features, gate_scores, reference
+from export.graph import gate_tensors
+from export.mixture import Mixture
 from fedge.bundle import INPUT
 from fedge.errors import UpdateRejected
-from fedge.task import TaskSpec, gate_pool
+from fedge.fusion import Array, Floats, Formula, fuse, gate_scores, prepared
+from fedge.task import TaskSpec
 from fedge.tensors import Layout, Model
+
+if TYPE_CHECKING:
+    import torch
 
 TOLERANCE: Final = 1e-4
 """Largest difference of a probability with which a bundle is still written."""
+LEVEL: Final = 1e-5
+"""Rounding may move a score by so much, relative to its size: scores no further apart may win a choice either way."""
 MAX_SAMPLES: Final = 256
 
 
-def samples(task: TaskSpec, validation: NDArray[np.floating]) -> NDArray[np.float32]:
+def samples(task: TaskSpec, validation: Floats) -> NDArray[np.float32]:
     """Samples to compare on: at most 256 of the device's validation samples; without any, 8 random inputs."""
     if len(validation) == 0:
         return np.random.default_rng(0).random((8, *task.input_shape), dtype=np.float32)
     return np.ascontiguousarray(validation[:MAX_SAMPLES], np.float32)
 
 
-def n_gate_features(task: TaskSpec) -> int:
-    """F, the number of inputs of the gate."""
-    return int(gate_features(np.zeros((1, *task.input_shape)), gate_pool(task.input_shape)).size)
+@contextmanager
+def leaning(module: torch.nn.Module, lean: float) -> Iterator[None]:
+    """Routers inside a network (submodules named `router`) favour later routes (1) or earlier ones (-1) by rounding."""
+    import torch
+
+    def favour(_module: torch.nn.Module, _inputs: object, scores: torch.Tensor) -> torch.Tensor:
+        return scores + lean * LEVEL * (1 + scores.abs().amax(-1, keepdim=True)) * torch.arange(scores.shape[-1])
+
+    routers = [router for name, router in module.named_modules() if name.rpartition(".")[2] == "router"]
+    hooks = [router.register_forward_hook(favour) for router in routers if lean]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
-def logits_of(task: TaskSpec, layout: Layout, models: Sequence[Model], x: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Logits of each model by torch, (M, n, C)."""
+def logits_of(
+    task: TaskSpec, layout: Layout, models: Sequence[Model], x: NDArray[np.float32], lean: float = 0
+) -> NDArray[np.float32]:
+    """Logits of each model by torch, (M, n, C). `lean`: see `leaning`."""
     import torch
 
     from fedge.models import build, load
 
     module = build(task).eval()
     logits = []
-    with torch.inference_mode():
+    with torch.inference_mode(), leaning(module, lean):
         for model in models:
             load(module, model, layout)
             logits.append(module(torch.from_numpy(x)).numpy())
     return np.stack(logits)
 
 
-def features_of(task: TaskSpec, layout: Layout, model: Model, x: NDArray[np.float32]) -> tuple[Array, Array]:
-    """Features (n, D) and logits (n, C) of a model by torch."""
+def features_of(
+    task: TaskSpec, layout: Layout, model: Model, x: NDArray[np.float32], lean: float = 0
+) -> tuple[Array, Array]:
+    """Features (n, D) and logits (n, C) of a model by torch. `lean`: see `leaning`."""
     import torch
 
     from fedge.models import build, features_and_logits, load
 
     module = build(task).eval()
     load(module, model, layout)
-    with torch.inference_mode():
+    with torch.inference_mode(), leaning(module, lean):
         f, logits = features_and_logits(module, torch.from_numpy(x), layout)
     return f.numpy().astype(np.float64), logits.numpy().astype(np.float64)
 
 
-def expected(task: TaskSpec, layout: Layout, mixture: Mixture, x: NDArray[np.float32]) -> tuple[Array, Array, Array]:
-    """Probabilities, weights and energies by torch and the float64 formula."""
-    logits = logits_of(task, layout, [c.model for c in mixture.candidates], x)
-    scores = gate_scores(mixture.gate, gate_features(x, gate_pool(task.input_shape)))
-    return reference(mixture, logits, scores)
+def formula(mixture: Mixture, input_shape: tuple[int, ...]) -> Formula:
+    """The mixture's formula in float64."""
+    return prepared(input_shape, gate_tensors(mixture, np.float64), mixture.experts, mixture.top)
+
+
+def expected(
+    task: TaskSpec,
+    layout: Layout,
+    mixture: Mixture,
+    x: NDArray[np.float32],
+    found: Sequence[Floats] = (),
+    lean: float = 0,
+) -> list[Floats]:
+    """Probabilities, weights and energies by torch and the formula in float64.
+
+    `lean`: 0, or as `leaning` has it for routers; then the candidates that have a weight in `found`, the graph's
+    outputs, are favoured by rounding, too.
+    """
+    how = formula(mixture, task.input_shape)
+    logits = logits_of(task, layout, [c.model for c in mixture.candidates], x, lean).astype(np.float64)
+    scores = gate_scores(how, x.astype(np.float64))
+    if lean:
+        scores = scores + favour(found[1], np.nan_to_num(found[2]))
+    return fuse(how, list(logits), scores)
+
+
+def favour(weights: Floats, scores: Floats) -> Array:
+    """What rounding may add to the scores, (n, M), of those that have a weight."""
+    return np.where(weights > 0, LEVEL * (1 + np.abs(scores).max(axis=1, keepdims=True)), 0.0)
 
 
 def run(graph: bytes, folder: Path, x: NDArray[np.float32]) -> list[NDArray[np.float32]]:
-    """The graph's three outputs by ONNX Runtime; its parts lie in `folder`."""
+    """The graph's outputs by ONNX Runtime; its parts lie in `folder`."""
     from fedge.ort import session_of
 
     outputs: list[NDArray[np.float32]] = session_of(graph, folder).run(None, {INPUT: x})
     return outputs
 
 
-def check(found: NDArray[np.floating], wanted: NDArray[np.floating]) -> float:
-    """Largest difference between two arrays of probabilities.
+def difference(found: Floats, wanted: Callable[[float], Floats]) -> float:
+    """Largest difference between the values (n, C) of two computations of n >= 1 samples.
+
+    Where a route or an expert wins by less than rounding, both winners are right: a sample that is not as `wanted(0)`
+    may be as `wanted(1)` or `wanted(-1)`, which favour one of those that are level.
+    """
+    each = np.abs(found - wanted(0)).max(axis=1)
+    for lean in (1, -1):
+        if not each.max() <= TOLERANCE:
+            each = np.minimum(each, np.abs(found - wanted(lean)).max(axis=1))  # NaN stays
+    return float(each.max())
+
+
+def check(found: Floats, wanted: Callable[[float], Floats]) -> float:
+    """The `difference` between two computations of probabilities.
 
     Raises:
         UpdateRejected: it exceeds `TOLERANCE`, or is NaN.
     """
-    difference = float(np.abs(found - wanted).max())
-    if not difference <= TOLERANCE:
-        raise UpdateRejected(f"ONNX Runtime and torch disagree by {difference:.3g} in probability: no bundle written")
-    return difference
+    largest = difference(found, wanted)
+    if not largest <= TOLERANCE:
+        raise UpdateRejected(f"ONNX Runtime and torch disagree by {largest:.3g} in probability: no bundle written")
+    return largest

@@ -15,6 +15,7 @@ Heads share one network, the trunk, whose own head gives `rest`; bases are a net
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -22,11 +23,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from export.branch import branch
-from export.graph import LOWEST, Graph
-from export.mixture import Array
-from export.parity import features_of, logits_of
+from export.graph import Graph
+from export.parity import favour, features_of, logits_of
 from fedge.bundle import INPUT, LOGITS, OUTPUTS
 from fedge.errors import ConfigError
+from fedge.fusion import LOWEST, Array
 from fedge.task import TaskSpec
 from fedge.tensors import HEAD, Layout, Model, Tensors, to_bytes, unflatten
 
@@ -119,13 +120,16 @@ def usable(modules: Array) -> NDArray[np.bool_]:
     return found
 
 
-def pool_reference(pool: Pool, modules: Array, rest: Array, g: NDArray[np.floating]) -> tuple[Array, Array]:
+def pool_reference(
+    pool: Pool, modules: Array, rest: Array, g: NDArray[np.floating], favoured: NDArray[np.floating] | None = None
+) -> tuple[Array, Array]:
     """Probabilities (n, C) and weights (n, M) by the formula, from contributions (n, M, C) and rest (n, C).
 
-    A module whose output is not finite for a sample is dropped there, like one removed by the denoising.
+    A module whose output is not finite for a sample is dropped there, like one removed by the denoising. `favoured`:
+    weights (n, M) whose modules win where they are level with others up to rounding.
     """
-    fit = usable(modules)
-    z = np.where(pool.keep & fit, gate_logits(pool.gate, g), LOWEST)
+    fit, z = usable(modules), gate_logits(pool.gate, g)
+    z = np.where(pool.keep & fit, z if favoured is None else z + favour(favoured, z), LOWEST)
     alpha = np.exp(z - z.max(axis=1, keepdims=True))
     alpha /= alpha.sum(axis=1, keepdims=True)
     w = top_weights(alpha, pool.top, own=pool.own if pool.anchored else None, keep=pool.keep) * fit
@@ -134,17 +138,25 @@ def pool_reference(pool: Pool, modules: Array, rest: Array, g: NDArray[np.floati
     return p / p.sum(axis=1, keepdims=True), w
 
 
-def expected(task: TaskSpec, layout: Layout, pool: Pool, x: NDArray[np.float32]) -> Array:
-    """Probabilities (n, C) by torch and the float64 formula."""
+def expected(
+    task: TaskSpec,
+    layout: Layout,
+    pool: Pool,
+    x: NDArray[np.float32],
+    found: Sequence[NDArray[np.floating]] = (),
+    lean: float = 0,
+) -> Array:
+    """Probabilities (n, C) by torch and the float64 formula. `found`, `lean`: as in `export.parity.expected`."""
+    favoured = found[1] if lean else None
     if pool.trunk is None:
         models = [module for module in pool.modules if isinstance(module, Model)]
-        logits = logits_of(task, layout, models, x).astype(np.float64)
+        logits = logits_of(task, layout, models, x, lean).astype(np.float64)
         rest = np.broadcast_to(np.asarray(pool.rest, np.float64), logits.shape[1:])
-        return pool_reference(pool, (logits - rest).transpose(1, 0, 2), rest, x.reshape(len(x), -1))[0]
-    f, rest = features_of(task, layout, pool.trunk, x)
+        return pool_reference(pool, (logits - rest).transpose(1, 0, 2), rest, x.reshape(len(x), -1), favoured)[0]
+    f, rest = features_of(task, layout, pool.trunk, x, lean)
     heads = [module for module in pool.modules if not isinstance(module, Model)]
     modules = np.stack([f @ np.float64(head[WEIGHT]).T + np.float64(head[BIAS]) for head in heads], axis=1)
-    return pool_reference(pool, modules, rest, f)[0]
+    return pool_reference(pool, modules, rest, f, favoured)[0]
 
 
 # ------------------------------------------------------------------------------------------------------- the parts

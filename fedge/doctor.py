@@ -25,10 +25,13 @@ import fedge
 from fedge import child
 from fedge.config import Name, resolve, section_of, settings_options
 from fedge.credentials import CERTIFICATE, Credentials
-from fedge.errors import ConfigError, FedgeError, TransportError
+from fedge.errors import ConfigError, FedgeError, ProtocolError, TransportError
+from fedge.identity import Role, Subject
+from fedge.messages import BEACON_S, Beacon, decode
+from fedge.sealed import speaker
 from fedge.text import printable
 from fedge.topics import Topics
-from fedge.transport import BrokerSettings, Transport
+from fedge.transport import BrokerSettings, Inbound, Transport
 
 PATIENCE_S: Final = 10.0
 TORCH_S: Final = 60.0
@@ -38,11 +41,21 @@ AGENT_GB: Final = 0.29
 """Memory of an agent and its process that trains a small network: the sum of their PSS (`benchmarks/at_rest.py`)."""
 SLOW_FSYNC_S: Final = 0.5
 
-State = Literal["ok", "warning", "bad"]
+RETAINED_S: Final = 1.0
+"""A broker has passed on by then what it retains."""
+BEHIND_S: Final = 5.0
+"""How far a clock may be behind the coordinator's."""
+SILENT_S: Final = 3 * BEACON_S
+"""A coordinator that runs has spoken since."""
+OLDER_RULES: Final = (
+    "a broker provisioned by an earlier fedge keeps it from devices: run `fedge provision broker` there again"
+)
+
+State = Literal["ok", "warning", "bad", "skipped"]
 
 
 class Finding(Struct, frozen=True, omit_defaults=True):
-    """A finding, and what to `do` about it."""
+    """A finding, and what to `do` about it. skipped: nothing was looked at, and `found` says why."""
 
     check: str
     state: State
@@ -69,8 +82,9 @@ class DoctorSettings(Credentials, frozen=True, kw_only=True):
 def doctor(config: Path | None, as_json: bool, **flags: object) -> int:
     """Tell what is wrong on this machine, and what to do.
 
-    Looks at versions, clock, memory, torch, ONNX Runtime, disk, certificates and broker.
-    Nothing is changed, and an agent that runs is not disturbed. What is not given (--broker, --home) is not looked at.
+    Looks at versions, clock, memory, torch, ONNX Runtime, disk, certificates and broker, and compares clock and version
+    with the coordinator's. Nothing is changed, and an agent that runs is not disturbed. What could not be looked at
+    reads "skipped", with what was not given.
 
     \b
     Examples:
@@ -194,6 +208,7 @@ def _relu() -> bytes:
 def of_the_home(home: Path | None) -> Iterator[Finding]:
     """Whether the home's disk accepts writes, and how fast."""
     if home is None:
+        yield Finding("disk", "skipped", "no home is given", "give --home")
         return
     if not home.is_dir():
         yield Finding("disk", "bad", f"{home} is no folder", "give the --home that the service has, or start it once")
@@ -228,6 +243,7 @@ def of_the_home(home: Path | None) -> Iterator[Finding]:
 def of_the_certificates(settings: DoctorSettings) -> Iterator[Finding]:
     """Validity, authority and name of our certificate, and the age of the revocation list."""
     if settings.identity is None and settings.cert_file is None:
+        yield Finding("certificates", "skipped", "none are given", "give --identity, if the federation has any")
         return
     try:
         files = settings.by_files()
@@ -273,8 +289,9 @@ def _certificates(settings: DoctorSettings, ca_file: Path, cert_file: Path) -> I
 
 
 def of_the_broker(settings: DoctorSettings) -> Iterator[Finding]:
-    """Whether the broker is reachable, authentic, lets us in, and lets us publish and subscribe."""
+    """Whether the broker is reachable, authentic, and lets us in, publish and subscribe; what the coordinator says."""
     if settings.broker is None:
+        yield Finding("broker", "skipped", "no broker is given", "give --broker")
         return
     try:
         broker = settings.at(settings.broker)
@@ -301,7 +318,7 @@ def of_the_broker(settings: DoctorSettings) -> Iterator[Finding]:
         do = "is it started, is the address right, does a firewall stand between?"
         yield Finding("broker", "bad", f"{where} cannot be reached: {error.strerror or error}", do)
         return
-    yield asyncio.run(_speak(settings, broker, where))
+    yield from asyncio.run(_speak(settings, broker, where))
 
 
 def _knock(broker: BrokerSettings) -> None:
@@ -314,8 +331,8 @@ def _knock(broker: BrokerSettings) -> None:
             context.wrap_socket(tcp, server_hostname=broker.host).close()
 
 
-async def _speak(settings: DoctorSettings, broker: BrokerSettings, where: str) -> Finding:
-    """Log in, subscribe and publish to an unused topic, under a client id that disconnects nobody."""
+async def _speak(settings: DoctorSettings, broker: BrokerSettings, where: str) -> list[Finding]:
+    """Log in, subscribe and publish to an unused topic, under a client id that disconnects nobody; hear the beacon."""
     topics, me = Topics(settings.federation or "doctor"), settings.id or "doctor"
     listen, speak = ("orders", "predictions") if settings.role != "coordinator" else ("status", "acks")
     do = "see user name and password, or the certificate; is it revoked? The broker's log says more"
@@ -326,16 +343,70 @@ async def _speak(settings: DoctorSettings, broker: BrokerSettings, where: str) -
             if settings.federation is not None:
                 await transport.subscribe(topics.agent(me, listen), _ignore)
                 await transport.publish(topics.agent(me, speak), b"")
+            heard = await _beacon(settings, broker, transport)
     except TimeoutError:
-        return Finding("broker", "bad", f"{where} does not answer in MQTT", "is it a broker, and this its port?")
+        return [Finding("broker", "bad", f"{where} does not answer in MQTT", "is it a broker, and this its port?")]
     except (FedgeError, BaseExceptionGroup) as error:
         first = error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error
         if not isinstance(first, TransportError):
             raise
-        return Finding("broker", "bad", str(first), do)
+        return [Finding("broker", "bad", str(first), do)]
     rights = ", and our topics are open to us" if settings.federation is not None else ""
-    return Finding("broker", "ok", f"{where} lets us in, MQTT {transport.protocol}{rights}")
+    return [Finding("broker", "ok", f"{where} lets us in, MQTT {transport.protocol}{rights}"), *heard]
 
 
 async def _ignore(_: object) -> None:
     """Ignore a message."""
+
+
+# ----------------------------------------------------------------------------------------------- the coordinator
+
+
+async def _beacon(settings: DoctorSettings, broker: BrokerSettings, transport: Transport) -> list[Finding]:
+    """What the coordinator retains at the broker of its time and version, beside ours."""
+    if settings.role == "coordinator":
+        return []
+    if settings.federation is None or settings.id is None:
+        return [Finding("coordinator", "skipped", "federation or id is not given", "give --federation and --id")]
+    topics = Topics(settings.federation)
+    heard: asyncio.Future[Inbound] = asyncio.get_running_loop().create_future()
+
+    async def take(inbound: Inbound) -> None:
+        if not heard.done():
+            heard.set_result(inbound)
+
+    try:
+        signed = speaker(broker, Subject(settings.federation, Role.DEVICE, settings.id), None)
+        await transport.subscribe(topics.beacon, take)
+        async with asyncio.timeout(RETAINED_S):
+            inbound = await heard
+        payload = signed.open(topics.beacon, inbound.payload, Role.COORDINATOR)
+        return [*compare(decode(payload, Beacon), time.time())]
+    except TimeoutError:
+        told = f"nothing was heard of one of {settings.federation}: clock and version are not compared"
+        return [Finding("coordinator", "warning", told, f"start it, or update it; {OLDER_RULES}")]
+    except TransportError as error:
+        return [Finding("coordinator", "warning", f"the broker does not let us hear it: {error}", OLDER_RULES)]
+    except (ConfigError, ProtocolError) as error:
+        do = "see the certificates above; somebody else may speak in its name"
+        return [Finding("coordinator", "bad", f"what it says cannot be trusted: {error}", do)]
+
+
+def compare(beacon: Beacon, now: float) -> Iterator[Finding]:
+    """The coordinator's clock and version beside ours; `now`: seconds since the epoch by this clock.
+
+    The beacon may be a minute old, so a clock that is ahead by less than that is not found.
+    """
+    age_s = now - beacon.at
+    if age_s < -BEHIND_S:
+        do = "set the wrong one by the network (`timedatectl set-ntp true`)"
+        yield Finding("clock", "bad", f"this clock is {-age_s:.0f} s or more behind the coordinator's", do)
+    elif age_s > SILENT_S:
+        do = "start the coordinator; if it runs, this clock is ahead: set it by the network"
+        yield Finding("coordinator", "warning", f"it spoke {age_s:.0f} s ago by this clock, for the last time", do)
+    else:
+        yield Finding("coordinator", "ok", f"it spoke {max(age_s, 0):.0f} s ago by this clock")
+    if beacon.fedge_version != fedge.__version__:
+        do = "update the older one; versions from 0.2.0 on understand one another"
+        told = f"the coordinator has fedge {beacon.fedge_version}, this machine {fedge.__version__}"
+        yield Finding("versions", "warning", told, do)

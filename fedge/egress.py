@@ -36,7 +36,7 @@ FILE: Final = "egress.toml"
 """In a device's home: where its owner says what may leave, unless --egress names another file."""
 
 PRIVACY_LEDGER: Final = "privacy.json"
-"""In a device's home: what its trainings with differential privacy have spent (`edge_agent.privacy_ledger`)."""
+"""In a device's home: the privacy budget that its training has spent (`edge_agent.privacy_ledger`)."""
 
 TOLD: Final[Mapping[type[Struct], Told]] = {
     Status: {"n_samples": Reveals.COUNT, "site": Reveals.COUNT},
@@ -54,7 +54,7 @@ TOLD: Final[Mapping[type[Struct], Told]] = {
         "phase": Reveals.VERDICT,
         "reason": Reveals.TEXT,
         "temperature_c": Reveals.LOAD,
-        **dict.fromkeys(("n_predictions", "n_failed", "drift"), Reveals.USE),
+        **dict.fromkeys(("n_predictions", "n_failed", "drift", "outliers"), Reveals.USE),
     },
     Quality: {
         "n": Reveals.COUNT,
@@ -79,10 +79,10 @@ MESSAGES: Final[Mapping[str, Any]] = {
     "release-wants": Want,
     "health": Health,
 }
-"""What a device sends, by the last level of the topic; beside it blobs, predictions, and what renews certificates."""
+"""A device's messages, by the last level of the topic. It also sends blobs, predictions and certificate requests."""
 
 REQUEST: Final = b"-----BEGIN CERTIFICATE REQUEST-----"
-"""How a request for a certificate begins; it holds the names and the public key that the certificate before had."""
+"""How a certificate request begins. It holds the name and public key that the previous certificate already showed."""
 
 REMEMBERED: Final = 256
 """Blobs whose reports have passed the door; a report names one or two, and 16 orders are open at a time."""
@@ -144,7 +144,7 @@ class Rules:
 
 
 ALL: Final = Rules(frozenset(Reveals))
-"""Of devices that are nobody's: those of a simulation."""
+"""The rules of simulated devices, which have no owner."""
 
 
 def without_figures(rules: Rules, home: Path) -> Rules:
@@ -227,7 +227,7 @@ class Door:
     def __init__(
         self, rules: Rules, home: Path | None, topics: Topics, action_of: Callable[[str], Action | None]
     ) -> None:
-        self._rules = rules
+        self.rules = rules
         self._home = home
         self._ledger: Ledger | None = None
         self._topics = topics
@@ -245,7 +245,7 @@ class Door:
             seen = self._look(topic, payload)
         except ProtocolError as error:
             raise TransportError(f"held back: {error}") from error
-        if forbidden := sorted(seen.kinds - self._rules.allowed):
+        if forbidden := sorted(seen.kinds - self.rules.allowed):
             words = ", ".join(kind.words for kind in forbidden)
             raise TransportError(f"held back: the device's owner does not allow it to tell {words}")
         if self._home is not None:

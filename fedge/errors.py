@@ -5,6 +5,7 @@ FedgeError
  ├─ ProtocolError    the peer's: the message is logged, counted and dropped; no state changes
  ├─ UpdateRejected   a bundle or an update that must not be trusted; nothing is installed
  ├─ StoreError       durable state could not be written or read: the process stops (exit code 4)
+ │   └─ DamagedError   a file that was kept is not what was written: an agent fails the order that needs it
  └─ TransportError   the broker cannot be reached or refused us (exit code 3)
 """
 
@@ -38,6 +39,10 @@ class StoreError(FedgeError):
     """Durable state could not be written or read. The process must stop: going on would lose an accepted update."""
 
     exit_code = 4
+
+
+class DamagedError(StoreError):
+    """A file that was kept is damaged and cannot be made anew. An agent fails the orders that need it, and goes on."""
 
 
 class ProtocolError(FedgeError):

@@ -5,27 +5,35 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 
 from fedge.errors import MALFORMED, ConfigError, StoreError
 from fedge.tensors import digest_of
+from fedge.text import nearest
+
+log = logging.getLogger("fedge")
 
 COPY_BYTES: Final = 1 << 20
 """Read and written at a time."""
 LEFT_S: Final = 24 * 3600.0
 """Age at which nobody fills an unfinished folder any more."""
 
+DAMAGED: Final = (IsADirectoryError, NotADirectoryError, ValueError, *MALFORMED)
+"""What reading a damaged file raises, `errno.EIO` aside: something else lies there, or its bytes are wrong."""
+
+T = TypeVar("T")
 _durable = ContextVar("durable", default=True)
 
 
@@ -102,6 +110,43 @@ def copy_durably(source: Path, target: Path) -> str:
     return hasher.hexdigest()
 
 
+def read_kept(path: Path, decode: Callable[[bytes], T]) -> T | None:
+    """The content of a file that can be made anew; None: there is none, or it was damaged and is now put aside.
+
+    Raises:
+        StoreError: it cannot be read, or a damaged one not be moved.
+    """
+    try:
+        return decode(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except DAMAGED as error:
+        put_aside(path, error)
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise StoreError(f"cannot read {path}: {error}") from error
+        put_aside(path, error)
+    return None
+
+
+def put_aside(path: Path, error: Exception) -> None:
+    """Rename a damaged file or folder to NAME.damaged, in place of an earlier one.
+
+    Raises:
+        StoreError: it cannot be moved.
+    """
+    aside = path.with_name(f"{path.name}.damaged")
+    log.error("event=damaged file=%s kept=%s reason=%r", path, aside.name, str(error))
+    try:
+        if aside.is_dir():
+            shutil.rmtree(aside)
+        elif path.is_dir():
+            aside.unlink(missing_ok=True)
+        path.replace(aside)
+    except OSError as failure:
+        raise StoreError(f"{path} is damaged and cannot be moved: {failure}") from error
+
+
 def version_of(path: Path) -> tuple[int, int] | None:
     """A value that changes with each atomic replacement of a file; None: no such file."""
     try:
@@ -124,6 +169,24 @@ def require_writable(path: Path) -> None:
         tempfile.TemporaryFile(dir=path.parent).close()
     except OSError as error:
         raise StoreError(f"cannot write {path}: {error}") from error
+
+
+def require_there(path: Path, what: str) -> None:
+    """Refuse a path at which nothing lies; `what` was looked for there.
+
+    Raises:
+        ConfigError: names the absolute path, and the most similar name beside it.
+    """
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        at = path.absolute()
+        if not at.parent.is_dir():
+            raise ConfigError(f"there is no {what} at {at}: not even the folder {at.parent} exists") from error
+        hint = nearest(at.name, [each.name for each in at.parent.iterdir()])
+        raise ConfigError(f"there is no {what} at {at}{hint}") from error
+    except OSError:
+        return  # reading it will say more
 
 
 def make_folder(folder: Path) -> None:
@@ -304,7 +367,13 @@ class BlobFolder:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except FileExistsError as error:
+            if folder.is_symlink():  # whose disk may be mounted later
+                raise StoreError(f"{folder} points to {folder.readlink()}, and no folder is there") from error
+            put_aside(folder, error)
+            folder.mkdir()
 
     def path(self, digest: str) -> Path:
         """The blob's path, existing or not."""

@@ -15,6 +15,7 @@ number, is refused.
 from __future__ import annotations
 
 import contextlib
+import logging
 import ssl
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -29,6 +30,8 @@ from fedge.files import write_atomically
 if TYPE_CHECKING:
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey, EllipticCurvePublicKey
+
+log = logging.getLogger("fedge.identity")
 
 URN: Final = "urn:fedge:"
 CRL: Final = "crl.pem"
@@ -136,7 +139,7 @@ class Key:
             raise ConfigError(f"cert_file {cert_file} and its key cannot be read: {error}") from error
         subject = subject_of(self.certificate)
         if subject is None or not isinstance(key, EllipticCurvePrivateKey):
-            raise ConfigError(f"cert_file {cert_file} names nobody of a federation with an EC key: make it anew")
+            raise ConfigError(f"cert_file {cert_file} names nobody of a federation with an EC key: have it made anew")
         self.subject = subject
         self.der = self.certificate.public_bytes(Encoding.DER)
         self._key: EllipticCurvePrivateKey = key
@@ -177,6 +180,7 @@ class Authority:
     Args:
         ca_file: its certificate; several during a changeover.
         kept: where the newest revocation list is stored, if any yet; None: nowhere. A list beside ca_file counts, too.
+            If a stored one is damaged and there is no other, nobody is believed until one comes.
 
     Raises:
         ConfigError: one of the files cannot be used.
@@ -196,9 +200,10 @@ class Authority:
         self._kept: Path | None = None
         self.revocations = b""
         """The newest list of revoked certificates (DER); empty: none is known."""
-        for file in (Path(ca_file).with_name(CRL), kept):
-            if file is not None and file.exists():
-                self.read(file)
+        beside = Path(ca_file).with_name(CRL)
+        if beside.exists():
+            self.read(beside)
+        self._lost = "" if kept is None else self._read_kept(kept)
         self._kept = kept
 
     # ------------------------------------------------------------------------------------------------- revocation
@@ -218,6 +223,16 @@ class Authority:
             if isinstance(error, ProtocolError) and error.name == "replayed":
                 return False
             raise ConfigError(f"{file} is no list of certificates that {self._file} revoked: {error}") from error
+
+    def _read_kept(self, file: Path) -> str:
+        """Read the stored list; returns why nobody can be believed, or "". A damaged one stays until another comes."""
+        try:
+            if file.exists():
+                self.read(file)
+        except ConfigError as error:
+            log.error("event=revocations_unreadable reason=%r", str(error))  # noqa: TRY400 - the text is all
+            return "" if self.revocations else str(error)
+        return ""
 
     def learn(self, data: bytes, *, max_bytes: int = MAX_REVOCATIONS_BYTES) -> bool:
         """Accept a revocation list (PEM or DER); False: it is the known one.
@@ -251,6 +266,7 @@ class Authority:
             raise ProtocolError("forged", "the list of revoked certificates is not by our authority")
         if number < self._number:
             raise ProtocolError("replayed", f"the list of revoked certificates {number} is older than {self._number}")
+        self._lost = ""
         der = crl.public_bytes(Encoding.DER)
         if der == self.revocations:
             return False
@@ -265,10 +281,14 @@ class Authority:
         """The owner of a certificate, and its public key.
 
         Raises:
-            ProtocolError: `certificate` (not by this authority, out of date, or without a name) or `revoked`.
+            ProtocolError: `certificate` (not by this authority, out of date, or without a name), `revoked`, or
+                `unknown-revocations` (the stored list of these is damaged).
         """
         from cryptography import x509
         from cryptography.exceptions import UnsupportedAlgorithm
+
+        if self._lost:
+            raise ProtocolError("unknown-revocations", f"nobody is believed until such a list comes: {self._lost}")
 
         if der not in self._known:
             try:

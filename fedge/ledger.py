@@ -19,6 +19,7 @@ from typing import Final
 from msgspec import Struct
 
 from fedge.errors import StoreError
+from fedge.files import put_aside
 
 log = logging.getLogger("fedge")
 
@@ -119,10 +120,9 @@ class Ledger:
         """Put a damaged file aside; re-raise if it is merely unwritable."""
         if isinstance(error, sqlite3.OperationalError):
             raise error
-        log.error("event=ledger_damaged file=%s reason=%r kept=%s.damaged", self._path, str(error), self._path.name)
         with contextlib.suppress(AttributeError):
             self._db.close()
-        self._path.replace(self._path.with_name(f"{FILE}.damaged"))
+        put_aside(self._path, error)
         for beside in ("-wal", "-shm"):
             self._path.with_name(FILE + beside).unlink(missing_ok=True)
         self._db = _opened(self._path)

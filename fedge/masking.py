@@ -44,9 +44,9 @@ from fedge.steps.mask_shares import MAX_COHORT
 from fedge.tensors import Layout, digest_of
 
 DEGREE: Final = 80
-"""k, neighbours of a device in a cohort of more than 81. Where a tenth of a cohort of 1,000 (10,000) tells the server
-what it knows, and a fifth drops out, somebody's mask is known with probability 2^-66 (2^-53), and the sum of a round is
-lost with 2^-22 (2^-15)."""
+"""k, neighbours of a device in a cohort of more than 81. If a tenth of a cohort of 1,000 (10,000) conspires with the
+server and a fifth drops out, some mask is revealed with probability 2^-66 (2^-53), and a round's sum is lost with 2^-22
+(2^-15)."""
 
 
 class Member(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

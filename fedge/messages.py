@@ -28,6 +28,8 @@ MAX_ROOTS: Final = 12
 
 MAX_SITE: Final = 160
 """Devices behind one relay: with what they say of themselves they fit into its status."""
+BEACON_S: Final = 60.0
+"""Between two beacons of a coordinator."""
 MAX_LEFT_S: Final = 24 * 3600.0
 """No order may take longer: one that was forged or lost is over within a day."""
 
@@ -65,7 +67,7 @@ class Role(StrEnum):
 
 
 class _Message(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="type"):
-    """Version 1: transfer, runtimes and supervisors; unchanged since fedge 0.1."""
+    """Version 1: transfer, runtimes and supervisors, as in fedge 0.1 but for `Health.outliers`."""
 
     VERSION: ClassVar[int] = 1
 
@@ -267,6 +269,13 @@ class Ack(_Message2, frozen=True, kw_only=True, tag="ack"):
     reason: Text = ""  # why not: a ProtocolError name and detail
 
 
+class Beacon(_Message2, frozen=True, kw_only=True, tag="beacon"):
+    """The coordinator's time and version, retained; published at its start and every `BEACON_S` seconds."""
+
+    at: NonNegative  # seconds since the epoch, the coordinator's clock
+    fedge_version: Text = ""
+
+
 # ------------------------------------------------------------------------------------------------------- transfer
 
 
@@ -341,7 +350,14 @@ class Quality(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     latency_ms: NonNegative | None = None  # median of single samples
 
 
-class Health(_Message, frozen=True, kw_only=True, tag="health"):
+class Outliers(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Samples that the bundle in service was asked about in this process, and how many were unlike its own."""
+
+    seen: Count
+    flagged: Count
+
+
+class Health(_Message, frozen=True, kw_only=True, omit_defaults=True, tag="health"):
     """The health of a device's runtime; retained, published on change and from time to time."""
 
     device_id: Id
@@ -357,11 +373,12 @@ class Health(_Message, frozen=True, kw_only=True, tag="health"):
     n_predictions: Count = 0  # since the process started
     n_failed: Count = 0
     drift: bool = False  # energies or gate have left the bundle's reference
+    outliers: Outliers | None = None  # None: not told, since marked samples shaped the bundle, or it has no reference
 
 
-Message = Status | Context | Order | Report | Ack | Want | Rollout | Announcement | Health
+Message = Status | Context | Order | Report | Ack | Beacon | Want | Rollout | Announcement | Health
 
-M = TypeVar("M", Status, Context, Order, Report, Ack, Want, Rollout, Announcement, Health)
+M = TypeVar("M", Status, Context, Order, Report, Ack, Beacon, Want, Rollout, Announcement, Health)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(tuple[int, msgspec.Raw])

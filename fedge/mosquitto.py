@@ -19,17 +19,23 @@ MAX_PACKET_BYTES: Final = 2 * 1024 * 1024
 """Announced to clients; chunks are 512 KiB."""
 MAX_QUEUED_BYTES: Final = 256 * 1024 * 1024
 """For each client. Beyond it Mosquitto drops in silence; a receiver never asks for that much (fedge.transfer)."""
+MEMORY_BYTES: Final = 1024 * 1024 * 1024
+"""Of the whole broker: four full queues, in a number that 32-bit systems take. Beyond it Mosquitto refuses messages."""
+SESSION_LASTS: Final = "7d"
+"""A client that stays away is then forgotten with its queue; fedge's own ask for an hour."""
 
 
 def _limits() -> str:
-    lines = (
-        "set_tcp_nodelay true",
-        f"max_packet_size {MAX_PACKET_BYTES}",
-        "max_queued_messages 0",
-        f"max_queued_bytes {MAX_QUEUED_BYTES}",
-        "",
-    )
-    return "\n".join(lines)
+    return f"""\
+set_tcp_nodelay true
+max_packet_size {MAX_PACKET_BYTES}
+max_queued_messages 0
+max_queued_bytes {MAX_QUEUED_BYTES}
+# beyond this the broker refuses messages instead of being killed for want of memory
+memory_limit {MEMORY_BYTES}
+# what waits for a client that stays away goes with its session
+persistent_client_expiration {SESSION_LASTS}
+"""
 
 
 def for_everybody(host: str, port: int) -> str:
@@ -76,6 +82,7 @@ def access_list(federation: str) -> str:
 pattern write {here}/agents/%u/#
 pattern read {here}/agents/%u/#
 pattern read {here}/coordinator/wants/%u
+pattern read {here}/coordinator/beacon
 pattern read {here}/blobs/#
 pattern read {here}/rollout
 pattern read {here}/revocations

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedge.errors import ConfigError
+from fedge.files import require_there
 
 MEMORY_SHARE: Final = 0.5
 """Of this machine's memory, that the arrays of a file may take."""
@@ -33,6 +34,7 @@ def load(file: Path, names: Iterable[str] | None = None) -> dict[str, NDArray[An
     Raises:
         ConfigError: it cannot be read, is not an .npz file, or its arrays need more than half of the memory.
     """
+    require_there(file, "file of samples")
     try:
         with file.open("rb") as opened, np.load(opened, allow_pickle=False) as archive:
             found = [name for name in names or archive.files if name in archive]

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from fedge.errors import ProtocolError, StoreError
+from fedge.errors import ConfigError, ProtocolError, StoreError, TransportError
 from fedge.files import write_atomically
 from fedge.identity import Role, out_of_date, subject_of
 from fedge.topics import Topics
@@ -65,32 +67,37 @@ class Renewal:
         from fedge.certificates import RENEW_AT, is_past, load_key, now, pem_of, request_of, warning
 
         while True:
-            own = self._own()
-            if own is not None and is_past(RENEW_AT, own, now()):
-                settings = self._transport.settings
-                request = request_of(self._device_id, load_key(_path(settings.key_file or settings.cert_file)))
-                await self._transport.publish(
-                    self._topics.agent(self._device_id, "renewal"), pem_of(request), retain=True
-                )
-                if told := warning(f"the certificate {settings.cert_file}", own, now()):
-                    log.warning("event=certificate_expires device=%s detail=%r", self._device_id, told)
+            with self._failing():
+                own = self._own()
+                if own is not None and is_past(RENEW_AT, own, now()):
+                    settings = self._transport.settings
+                    if told := warning(f"the certificate {settings.cert_file}", own, now()):
+                        log.warning("event=certificate_expires device=%s detail=%r", self._device_id, told)
+                    request = request_of(self._device_id, load_key(_path(settings.key_file or settings.cert_file)))
+                    topic = self._topics.agent(self._device_id, "renewal")
+                    await self._transport.publish(topic, pem_of(request), retain=True)
             await asyncio.sleep(LOOK_S)
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Log why nothing is renewed, and go on: the present certificate may be good for a long time."""
+        try:
+            yield
+        except (ConfigError, StoreError, TransportError, ValueError) as error:
+            log.error("event=not_renewed device=%s reason=%r", self._device_id, str(error))  # noqa: TRY400
 
     async def _take(self, inbound: Inbound) -> None:
         """Keep a received certificate if it is ours and valid for longer than the present one."""
-        own = self._own()
-        if not inbound.payload or own is None:
-            return
-        certificate = self._checked(inbound.payload, own)
-        if certificate.not_valid_after_utc > own.not_valid_after_utc:
-            try:
-                write_atomically(_path(self._transport.settings.cert_file), inbound.payload)
-            except StoreError as error:  # the present one is still valid; the answer stays at the broker
-                log.error("event=certificate_not_kept device=%s reason=%r", self._device_id, str(error))  # noqa: TRY400
+        with self._failing():  # the answer stays at the broker
+            own = self._own()
+            if not inbound.payload or own is None:
                 return
-            until = f"{certificate.not_valid_after_utc:%Y-%m-%d}"
-            log.info("event=certificate_renewed device=%s until=%s", self._device_id, until)
-        await self._transport.publish(inbound.topic, b"", retain=True)
+            certificate = self._checked(inbound.payload, own)
+            if certificate.not_valid_after_utc > own.not_valid_after_utc:
+                write_atomically(_path(self._transport.settings.cert_file), inbound.payload)
+                until = f"{certificate.not_valid_after_utc:%Y-%m-%d}"
+                log.info("event=certificate_renewed device=%s until=%s", self._device_id, until)
+            await self._transport.publish(inbound.topic, b"", retain=True)
 
     def _checked(self, data: bytes, own: x509.Certificate) -> x509.Certificate:
         """The certificate in an answer.

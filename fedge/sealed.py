@@ -17,7 +17,6 @@ Without such a certificate messages travel unsigned (`Plain`); the broker and it
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -28,7 +27,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from fedge.errors import ConfigError, ProtocolError, StoreError, TransportError
-from fedge.files import version_of, write_atomically
+from fedge.files import read_kept, version_of, write_atomically
 from fedge.identity import CRL, Authority, Key, Role, Subject, mentions, names_somebody, out_of_date, verify
 from fedge.messages import MAX_MESSAGE_BYTES
 from fedge.topics import Topics
@@ -46,6 +45,10 @@ BEGINS: Final = b"\x95"
 """First byte of an envelope, an array of five in MessagePack; that of a message is an array of two."""
 WITHOUT_CERTIFICATE: Final = "/context"
 """The most frequent message: whoever takes it has had the certificate with the status."""
+
+
+MAX_LIFE: Final = (1 << 32) - 1
+"""Lives are times in seconds; with the number of the message they fit into 64 bits."""
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -119,7 +122,7 @@ class Signed:
         self.authority = Authority(broker.ca_file, None if home is None else home / CRL)
         self._check(broker.cert_file)
         self.admit: Callable[[Subject], None] = lambda _: None
-        """Raises a ProtocolError for who is not on the list, where there is one."""
+        """Raises a ProtocolError for anybody who is not on the list, if there is one."""
         self._life = 0 if home is None else _next_life(home / "life")
         self._said = 0
         self._certificates: dict[str, bytes] = {}  # of the latest senders, by name
@@ -288,11 +291,15 @@ def speaker(broker: BrokerSettings, subject: Subject, home: Path | None) -> Plai
     return signed
 
 
+def _life_in(data: bytes) -> int:
+    if not 0 <= (life := int(data)) < MAX_LIFE:
+        raise ValueError(f"{life} is no time in seconds")
+    return life
+
+
 def _next_life(file: Path) -> int:
     """A number above that of any earlier process, even if the clock was set back or the file is lost."""
-    before = 0
-    with contextlib.suppress(OSError, ValueError):
-        before = int(file.read_text())
+    before = read_kept(file, _life_in) or 0
     life = max(before + 1, int(time.time()))
     write_atomically(file, str(life).encode())
     return life

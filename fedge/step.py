@@ -143,6 +143,8 @@ class Action(Struct, frozen=True, kw_only=True):
     TRAINS: ClassVar[bool] = True
     weights: BlobRef | UnsetType = UNSET
     """What a frozen part of the network is (`fedge.weights`): set by the fleet, whatever the step."""
+    EXPORTS: ClassVar[bool] = False
+    """Whether the device exports a network to ONNX and writes a bundle: that takes long, however little it trains."""
     TIMED: ClassVar[bool] = True
     """Whether the time of the work is told: not where sensitive samples shape it from the start, nor next to none."""
 

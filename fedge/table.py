@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedge.errors import MALFORMED, ConfigError
+from fedge.files import require_there
 from fedge.loading import needs
 from fedge.npz import require_room
 from fedge.task import Column, Schema, TaskSpec
@@ -94,6 +95,7 @@ def read(schema: Schema, file: Path, *, labelled: bool = True) -> dict[str, NDAr
     parts: list[dict[str, NDArray[Any]]] = []
     users: dict[object, int] = {}
     n = 0
+    require_there(file, "table")
     for cells in _csv(schema, file, labelled) if file.suffix.lower() == ".csv" else _parquet(schema, file, labelled):
         reader = _Reader(file, n + 1)
         part = {"x": np.concatenate([reader.inputs(c, cells[c.name]) for c in schema.columns], axis=1)}
@@ -177,14 +179,22 @@ def _csv(schema: Schema, file: Path, labelled: bool) -> Iterator[Cells]:
             rows = csv.reader(opened, strict=True)
             header = [name.strip() for name in next(rows, [])]
             wanted = _columns(schema, file, header, labelled)
-            for batch in iter(lambda: [*islice(rows, BATCH)], []):
-                if odd := next((row for row in batch if len(row) != len(header)), None):
-                    told = printable(str(odd))[:100]
-                    raise ConfigError(f"{file}: a row has {len(odd)} cells, the header {len(header)}: {told}")
+            whole = (_whole(row, header, f"{file}, line {rows.line_num}") for row in rows)
+            for batch in iter(lambda: [*islice(whole, BATCH)], []):
                 cells = dict(zip(header, zip(*batch, strict=True), strict=True))
                 yield {name: cells[name] for name in wanted}
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"{file} is no table with commas, in UTF-8, with a header: {error}") from error
+
+
+def _whole(row: list[str], header: list[str], where: str) -> list[str]:
+    """The row, which has a cell for each column."""
+    if not row:
+        raise ConfigError(f"{where} is blank: delete it")
+    if len(row) != len(header):
+        told = printable(str(row))[:100]
+        raise ConfigError(f"{where}: the row has {len(row)} cells, the header {len(header)}: {told}")
+    return row
 
 
 def _parquet(schema: Schema, file: Path, labelled: bool) -> Iterator[Cells]:

@@ -11,6 +11,9 @@ PRINTABLE: Final = r"^[^\x00-\x1f\x7f-\x9f]*\Z"
 """Text that gives a terminal no command: without control characters."""
 
 
+TRAIN, VALIDATION, TEST = range(3)
+"""Values of `split`: the part of the data that a sample belongs to."""
+
 Word = Annotated[str, Meta(pattern=PRINTABLE, min_length=1, max_length=200)]
 
 

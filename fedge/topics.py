@@ -15,6 +15,7 @@ fedge/1/{federation}/agents/{id}/predict           a sample                     
 fedge/1/{federation}/agents/{id}/predictions       what is said of it               runtime -> sensor
 fedge/1/{federation}/rollout                       Announcement, retained           rollout -> all
 fedge/1/{federation}/revocations                   list of the authority, retained  coordinator -> all
+fedge/1/{federation}/coordinator/beacon            Beacon, retained                 coordinator -> all
 fedge/1/{federation}/blobs/{digest}/{offset}       bytes of a model from offset on  coordinator -> agents
 fedge/1/{federation}/agents/{id}/blobs/{digest}/{offset}  bytes of an update        agent -> coordinator
 """
@@ -64,6 +65,11 @@ class Topics:
     def revocations(self) -> str:
         """Certificates revoked by the federation's authority (CRL, DER)."""
         return f"{self.prefix}/revocations"
+
+    @property
+    def beacon(self) -> str:
+        """The coordinator's time and version."""
+        return f"{self.prefix}/coordinator/beacon"
 
     def coordinator_wants(self, device_id: str) -> str:
         """The coordinator's requests to a device for the bytes of an update."""

@@ -540,7 +540,7 @@ class Receiver:
                 log.warning("event=digest_mismatch digest=%s device=%s", ref.digest, device_id)
             finally:
                 self._fetches.discard(fetch)
-                fetch.close()
+                part.close()  # its content stays for the next receiver
                 await self._transport.unsubscribe(chunks)
         raise ProtocolError("digest", f"{ref.digest} is not what {device_id} sent, {MAX_ATTEMPTS} times")
 
@@ -654,10 +654,6 @@ class _Fetch:
         self.progress.clear()
         if self._failure is not None:
             raise self._failure
-
-    def close(self) -> None:
-        """Close the file; its content stays for the next receiver."""
-        self._part.close()
 
 
 def _most_ranges(max_packet_bytes: int | None) -> int:

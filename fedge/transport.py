@@ -197,11 +197,6 @@ class Window:
     def __len__(self) -> int:
         return len(self._waiting) + len(self._in_flight)
 
-    @property
-    def n_in_flight(self) -> int:
-        """Packets without acknowledgement."""
-        return len(self._in_flight)
-
     def add(self, publish: _Publish) -> None:
         """Queue a publish at the end."""
         self._waiting.append(publish)
@@ -565,13 +560,6 @@ class _Connection:
             asyncio.CancelledError: the connection is gone (or the caller was cancelled).
         """
         _, packet_id = self._client.subscribe(topic_filter if self.shares else unshared(topic_filter), qos=1)
-        await self._granted(packet_id)
-
-    def unsubscribe(self, topic_filter: str) -> None:
-        """Unsubscribe without waiting for the answer: TCP keeps the order if the filter is subscribed to again."""
-        self._client.unsubscribe(topic_filter if self.shares else unshared(topic_filter))
-
-    async def _granted(self, packet_id: int | None) -> None:
         if packet_id is None or self.closed.done():
             return
         grant = self._grants[packet_id] = self._loop.create_future()
@@ -581,6 +569,10 @@ class _Connection:
             del self._grants[packet_id]
         if grant.done() and not grant.cancelled():
             grant.result()
+
+    def unsubscribe(self, topic_filter: str) -> None:
+        """Unsubscribe without waiting for the answer: TCP keeps the order if the filter is subscribed to again."""
+        self._client.unsubscribe(topic_filter if self.shares else unshared(topic_filter))
 
     # ----------------------------------------------------------------------------- callbacks, all on the loop
 

@@ -53,7 +53,7 @@ METHODS = {
     "FedAvg + server momentum 0.9": "fedavgm:gamma=0.9",
 }
 DIGITS = {
-    "set": "digits", "model": "cfic:perceptron", "devices": 40, "participation": 0.25, "rounds": 60, "local_epochs": 5,
+    "set": "digits", "model": "networks:mlp64", "devices": 40, "participation": 0.25, "rounds": 60, "local_epochs": 5,
     "min_samples": 5, "batch_size": 16, "momentum": 0.0, "global_test": 0.2, "server_data": 0.0, "evaluate_every": 1,
 }  # fmt: skip
 IMAGES = {
@@ -113,13 +113,6 @@ class Relative(Cfic):
         n = sum(sizes)
         length = sum(size / n * float(np.linalg.norm(change)) for change, size in zip(changes, sizes, strict=True))
         return super().direction(changes, sizes, layout) * length
-
-
-def perceptron(task: TaskSpec) -> nn.Module:
-    """64-64-10."""
-    return nn.Sequential(
-        nn.Flatten(), nn.Linear(int(np.prod(task.input_shape)), 64), nn.ReLU(), nn.Linear(64, task.n_classes)
-    )
 
 
 def narrow(task: TaskSpec) -> nn.Module:

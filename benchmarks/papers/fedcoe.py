@@ -163,18 +163,6 @@ SPEC: dict[float, dict[str, tuple[float | None, float | None, float | None, floa
 }
 
 
-def two_layers(task: TaskSpec) -> torch.nn.Module:
-    """The perceptron 196-64-32-10."""
-    return torch.nn.Sequential(
-        torch.nn.Flatten(),
-        torch.nn.Linear(int(np.prod(task.input_shape)), 64),
-        torch.nn.ReLU(),
-        torch.nn.Linear(64, 32),
-        torch.nn.ReLU(),
-        torch.nn.Linear(32, task.n_classes),
-    )
-
-
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
@@ -217,9 +205,7 @@ class Setting:
         return Sgd(steps=10, batch_size=32, learning_rate=self.learning_rate, momentum=0.9, weight_decay=5e-4)
 
 
-MNIST = Setting(
-    "mnist14", "mnist", 10_000, (1, 14, 14), f"{Path(__file__).stem}:two_layers", 8000, 400, 0.1, "vector", 255.0
-)
+MNIST = Setting("mnist14", "mnist", 10_000, (1, 14, 14), "networks:mlp64_32", 8000, 400, 0.1, "vector", 255.0)
 CIFAR = Setting("cifar8", "cifar10", 6000, (3, 8, 8), "cnn", 4800, 400, 0.05, "auto", 1.0)
 CIFAR_FULL = Setting("cifar32", "cifar10-32", 60_000, (3, 32, 32), "resnet_moe", 50_000, 2000, 0.1, "auto", 1.0)
 

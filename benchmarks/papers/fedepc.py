@@ -35,12 +35,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import torch
+from batch_search import greedy_batch
 from sklearn.metrics import adjusted_rand_score
 from table import add_metrics, compared, measured, write
 
@@ -94,16 +96,6 @@ class Digits:
     def profile(self, x: np.ndarray) -> tuple[np.ndarray, float]:
         found = sparsity_profile(self.extractor, np.float32(x[:, None] / 16))
         return found.shares, found.halves or 0.0
-
-
-def perceptron(task: TaskSpec) -> torch.nn.Module:
-    """64-64-10."""
-    return torch.nn.Sequential(
-        torch.nn.Flatten(),
-        torch.nn.Linear(int(np.prod(task.input_shape)), 64),
-        torch.nn.ReLU(),
-        torch.nn.Linear(64, task.n_classes),
-    )
 
 
 def extractor_of_8(task: TaskSpec) -> torch.nn.Module:
@@ -349,7 +341,7 @@ def of_compare(rounds: int, arguments: argparse.Namespace) -> list[dict[str, Any
     figures = []
     for setting, (how, rate) in SETTINGS.items():
         fields = {"partition" if key == "how" else key: value for key, value in how.items()} | {
-            "set": "digits", "model": f"{Path(__file__).stem}:perceptron", "devices": N_DEVICES, "participation": 0.2,
+            "set": "digits", "model": "networks:mlp64", "devices": N_DEVICES, "participation": 0.2,
             "rounds": rounds, "local_epochs": EPOCHS, "min_samples": FEWEST, "batch_size": BATCH, "momentum": 0.0,
             "learning_rate": rate, "global_test": TEST_SHARE, "server_data": 0.5,
         }  # fmt: skip
@@ -401,14 +393,14 @@ class Unfair(FedEpc):
     """Overdue devices are asked only if they are fast enough (5.5)."""
 
     def bandit(self) -> ccmab.Settings:
-        return msgspec.structs.replace(super().bandit(), fairness=False)
+        return replace(super().bandit(), fairness=False)
 
 
 class Batch(FedEpc):
     """The bandit searches devices one by one (5.4)."""
 
     def bandit(self) -> ccmab.Settings:
-        return msgspec.structs.replace(super().bandit(), search="batch")
+        return replace(super().bandit(), search=greedy_batch)
 
 
 class UnfairBatch(Unfair, Batch):

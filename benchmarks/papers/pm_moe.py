@@ -31,11 +31,9 @@ from typing import Any
 
 import numpy as np
 from table import Runs, chosen, claim, measure, over_seeds, parser_of, show, write
-from torch import nn
 
 from coordinator.methods.pm_moe import PmMoe
 from coordinator.simulation.outcome import RunOutcome
-from fedge.task import TaskSpec
 
 BASES = ("fedper", "fedrep", "lg-fedavg", "fedrod", "dbe")
 OTHERS = ("fedavg", "fedavg+ft")  # without a private part: their accuracy alone
@@ -46,7 +44,7 @@ STAGES = {
     "anchored": "pm-moe:base={}:guard=false",
     "control": "{}+ft",
 }
-COMMON = {"model": "pm_moe:perceptron", "rounds": 100, "local_steps": 10, "learning_rate": 0.05, "momentum": 0.0}
+COMMON = {"model": "networks:mlp64_32", "rounds": 100, "local_steps": 10, "learning_rate": 0.05, "momentum": 0.0}
 A = COMMON | {"set": "digits", "devices": 10}
 B = COMMON | {"devices": 20, "samples": 5000}
 FULL = {"model": "cnn_fedavg", "samples": None, "local_steps": 66}
@@ -111,18 +109,6 @@ class Paper(PmMoe):
     """The gate as printed: raw inputs, weights that are not renormalised, the own module like the others."""
 
     PRESET = "paper"
-
-
-def perceptron(task: TaskSpec) -> nn.Module:
-    """64-64-32-10 on digits, 196-64-32-10 on MNIST; the last layer is the head."""
-    return nn.Sequential(
-        nn.Flatten(),
-        nn.Linear(int(np.prod(task.input_shape)), 64),
-        nn.ReLU(),
-        nn.Linear(64, 32),
-        nn.ReLU(),
-        nn.Linear(32, task.n_classes),
-    )
 
 
 def stage(name: str, base: str, setting: str) -> str:

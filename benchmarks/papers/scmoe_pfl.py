@@ -159,7 +159,8 @@ class Centred(Variant):
     ORDER: ClassVar[dict[str, Any]] = {"alone": "best"}
 
     def embedding(self, directions: Floats) -> NDArray[np.float64]:
-        return mctc.embedding(directions, centred=True)
+        centring = np.eye(len(directions)) - 1 / len(directions)
+        return mctc.embed(centring @ mctc.gram(directions) @ centring)
 
 
 CLUSTERINGS = {

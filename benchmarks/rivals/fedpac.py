@@ -16,6 +16,7 @@ Departures: the class means are weighted by counts; a device that sat out keeps 
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -35,7 +36,7 @@ from fedge.steps.train import Start, Train, Trained
 from fedge.tensors import BASE, HEAD, Layout, Model, TensorInfo, unflatten
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from coordinator.fleet import Fleet
     from edge_agent.device import Device
@@ -163,7 +164,6 @@ def run(device: Device, action: TrainPac) -> Result:
     """The device half: the head alone, the base alone, and what the server is told."""
     import torch
 
-    from edge_agent.class_means import near_class_means
     from edge_agent.evaluation import Look
     from edge_agent.steps.train import report
     from fedge import codec, models
@@ -188,6 +188,29 @@ def run(device: Device, action: TrainPac) -> Result:
     result = report(device, action, action.starts[0], Look(None), None, update)
     data = codec.encode({name: array.astype(np.float32) for name, array in told.items()}, Codec.FLOAT32)
     return TrainedPac(**msgspec.structs.asdict(result), statistics=device.send(data))
+
+
+@contextmanager
+def near_class_means(head: Any, weight: float) -> Iterator[Callable[..., Any]]:
+    """Context with the loss cross-entropy + weight * mean over samples and features of (feature - class mean)^2.
+
+    The loss gets the means (C, D) along with a batch. Samples of a class whose mean is NaN add nothing to the second
+    term.
+    """
+    from torch.nn import functional
+
+    seen: list[Any] = []
+
+    def loss(module: Any, x: Any, y: Any, means: Any) -> Any:
+        entropy = functional.cross_entropy(module(x), y)
+        away = (seen.pop() - means[y]).nan_to_num()
+        return entropy + weight * away.square().mean()
+
+    hook = head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    try:
+        yield loss
+    finally:
+        hook.remove()
 
 
 def statistics(features: Array, y: NDArray[np.int64], n_classes: int) -> tuple[Array, Array, Array, Array]:

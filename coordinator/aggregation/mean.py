@@ -15,12 +15,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedge.codec import threads
-from fedge.tensors import Floats, Layout, Model
+from fedge.tensors import Layout, Model
 
 BLOCK = 262_144
 """Elements of a vector that are worked on at a time, so that they stay in the CPU's cache from one step to the next.
@@ -41,7 +42,9 @@ class WeightedSums:
         bounds = [d * k // n_threads for k in range(n_threads + 1)]
         self._shares = [(start, end, np.empty(min(BLOCK, d))) for start, end in pairwise(bounds)]  # of each thread
 
-    def add(self, vector: Floats, weight: float, clusters: Collection[int], factor: float = 1.0) -> None:
+    def add(
+        self, vector: NDArray[np.floating[Any]], weight: float, clusters: Collection[int], factor: float = 1.0
+    ) -> None:
         """Add weight * factor * vector, shape (d,), to some clusters. Weight 0 adds nothing; a mean divides by weights.
 
         Raises:
@@ -105,7 +108,7 @@ Factors = Mapping[tuple[int, int], tuple[float, float]]
 
 
 def cluster_averages(
-    models: Iterable[Model],
+    models: Iterable[Model | Average],
     sizes: Sequence[float],
     members: Sequence[Collection[int]],
     layout: Layout,
@@ -114,7 +117,7 @@ def cluster_averages(
     """Average models (or updates) within clusters, each model read once (Eq. 5).
 
     Args:
-        models: by ascending client id; finite.
+        models: by ascending client id; finite. An average counts as a model.
         sizes: n_i of each model, samples, >= 0. A model with n_i = 0 carries no weight.
         members: for each cluster k the positions of its members among the models; clusters may overlap or be empty.
         layout: of the models.

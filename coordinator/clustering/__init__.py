@@ -23,7 +23,6 @@ from coordinator.clustering.labels import by_label
 
 Vectors = NDArray[np.float64]
 Clustering = Literal["aidc", "mctc", "labels", "k-means", "agglomerative"]
-THRESHOLDS: Final = aidc.Thresholds()
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,24 +36,18 @@ class Found:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profiles:
-    """ReLU-sparsity profiles (N, q), N >= 1, and how AIDC compares them (FedEPC section 4)."""
+    """ReLU-sparsity profiles (N, q), N >= 1, and their unit D_ref (FedEPC section 4)."""
 
     vectors: Vectors
     unit: float
-    gamma: float = 1.0
-    eta: float = 2.0
-    thresholds: aidc.Thresholds = THRESHOLDS
 
     def own(self, rng: np.random.Generator) -> Found:
         """AIDC."""
-        groups = aidc.aidc(
-            self.vectors, unit=self.unit, gamma=self.gamma, eta=self.eta, thresholds=self.thresholds, rng=rng
-        )
-        return Found(groups.clusters)
+        return Found(aidc.aidc(self.vectors, unit=self.unit, rng=rng).clusters)
 
     def distances(self) -> Vectors:
         """Divergences in units of D_ref, (N, N)."""
-        return aidc.divergence_matrix(self.vectors, unit=self.unit, gamma=self.gamma)
+        return aidc.divergence_matrix(self.vectors, unit=self.unit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,10 +57,8 @@ class Directions:
     vectors: Vectors
     n_clusters: int = 8  # at most
     tau: float | None = None
-    theta: float = 0.9
     distinct: bool = True
     centres_join: bool = True
-    update: Literal["sequential", "batch"] = "sequential"
 
     def own(self, rng: np.random.Generator) -> Found:  # noqa: ARG002 - nothing is drawn
         """MCTC."""
@@ -75,10 +66,8 @@ class Directions:
             self.vectors,
             n_clusters=self.n_clusters,
             tau=self.tau,
-            theta=self.theta,
             distinct=self.distinct,
             centres_join=self.centres_join,
-            update=self.update,
         )
         return Found(found.partition.members, found.tau, found.separability)
 
@@ -136,7 +125,7 @@ def find_clusters(
     if isinstance(features, Labels) or how in {"aidc", "mctc"}:
         return features.own(rng)
     if how == "agglomerative" and n_clusters is None and isinstance(features, Profiles):
-        return Found(agglomerative(features.distances(), threshold=features.thresholds.merge))
+        return Found(agglomerative(features.distances(), threshold=aidc.THRESHOLDS.merge))
     found = features.own(rng) if n_clusters is None else Found(())
     k = len(found.clusters) if n_clusters is None else n_clusters
     if how == "k-means":

@@ -11,7 +11,7 @@ Devices are positions, by ascending id. Values closer than 1e-12 are equal where
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -27,7 +27,9 @@ Clusters = tuple[tuple[int, ...], ...]
 TIE: Final = 1e-12
 BLOCK_BYTES: Final = 1 << 20  # of one temporary array while the matrix is filled: cache, not memory, is the limit
 EXACT_UP_TO: Final = 2000  # devices; above it the subset option is on
+ANCHORS: Final = 200  # of the subset option
 RECLUSTER_SHARE: Final = 0.2  # of devices that joined, left or changed (4.6)
+ETA: Final = 2.0  # how fast MinPts falls with the entropy, (6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,9 @@ class Thresholds:
     def __post_init__(self) -> None:
         if not 0 < self.merge <= self.split:
             raise ValueError(f"need 0 < theta_merge <= theta_split, got {self.merge} and {self.split}")
+
+
+THRESHOLDS: Final = Thresholds()
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,27 +83,14 @@ class Place:
     nearest: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class Inheritance:
-    """What new clusters inherit from old ones (4.6).
-
-    Attributes:
-        shares: (n_new, n_old); W_new = sum of shares[new, old] W_old. A row of zeros: no member was in any cluster.
-        bandits: per new cluster the old one with the largest overlap, or None.
-    """
-
-    shares: Vectors
-    bandits: tuple[int | None, ...]
-
-
 # -------------------------------------------------------------------------------------------- 4.1: divergence
 
 
-def divergence_matrix(profiles: Vectors, *, unit: float, gamma: float = 1.0) -> Vectors:
+def divergence_matrix(profiles: Vectors, *, unit: float) -> Vectors:
     """D_ij = D_raw / D_ref of all pairs, (3)-(4): profiles (N, q) -> (N, N), symmetric with zero diagonal.
 
     Raises:
-        ValueError: an entry is not in [0, 1], gamma is negative, or the unit is useless, see `class_unit`.
+        ValueError: an entry is not in [0, 1], or the unit is useless, see `class_unit`.
 
     Cost: O(N^2 q) time; temporary memory is bounded by blocks of rows.
     """
@@ -107,12 +99,12 @@ def divergence_matrix(profiles: Vectors, *, unit: float, gamma: float = 1.0) -> 
     rows = max(1, BLOCK_BYTES // max(1, 8 * profiles.size))
     for start in range(0, len(profiles), rows):
         block = profiles[start : start + rows]
-        result[start : start + rows, start:] = divergence(block[:, None], profiles[None, start:], gamma=gamma)
+        result[start : start + rows, start:] = divergence(block[:, None], profiles[None, start:])
     upper = np.triu(result, 1) / unit
     return np.asarray(upper + upper.T)
 
 
-def class_unit(class_profiles: Vectors, *, gamma: float = 1.0) -> float:
+def class_unit(class_profiles: Vectors) -> float:
     """D_ref: mean D_raw over all pairs of profiles of single classes, (n_classes, q).
 
     D = 1 then reads "as different as two devices with one class each, classes unequal".
@@ -122,7 +114,7 @@ def class_unit(class_profiles: Vectors, *, gamma: float = 1.0) -> float:
     """
     if len(class_profiles) < 2:
         raise ValueError("a unit needs profiles of at least two classes")
-    pairs = divergence_matrix(class_profiles, unit=1.0, gamma=gamma)[np.triu_indices(len(class_profiles), 1)]
+    pairs = divergence_matrix(class_profiles, unit=1.0)[np.triu_indices(len(class_profiles), 1)]
     return _usable(float(np.mean(pairs)))
 
 
@@ -154,9 +146,9 @@ def entropy(profiles: Vectors) -> float:
     return float(np.clip(math.e * np.mean(-profiles * logs), 0.0, 1.0))
 
 
-def min_samples(n: int, h: float, *, eta: float = 2.0) -> int:
+def min_samples(n: int, h: float) -> int:
     """MinPts, (6), which counts the device itself, for n >= 2 devices of mean entropy h."""
-    wanted = math.ceil(n / (1 + math.exp(eta * h)) - 1e-9)
+    wanted = math.ceil(n / (1 + math.exp(ETA * h)) - 1e-9)
     return min(max(wanted, 2), max(2, 1 + math.floor(math.log(n))))
 
 
@@ -188,17 +180,6 @@ def density_clusters(distances: Vectors, eps: float, min_points: int) -> NDArray
 
 
 # -------------------------------------------------------------------------------------- 4.4: split, noise, merge
-
-
-def heterogeneity(distances: Vectors, members: Sequence[int]) -> float:
-    """het(C), the mean of D_ij over all pairs of C, the diagonal included, (8)."""
-    index = list(members)
-    return float(distances[np.ix_(index, index)].mean())
-
-
-def between(distances: Vectors, a: Sequence[int], b: Sequence[int]) -> float:
-    """Mean of D_ij over i in A, j in B, (7)."""
-    return float(distances[np.ix_(list(a), list(b))].mean())
 
 
 def split(distances: Vectors, cluster: Sequence[int], theta: float) -> Clusters:
@@ -303,22 +284,16 @@ def aidc(
     profiles: Vectors,
     *,
     unit: float,
-    gamma: float = 1.0,
-    eta: float = 2.0,
-    thresholds: Thresholds = Thresholds(),
+    thresholds: Thresholds = THRESHOLDS,
     rng: np.random.Generator | None = None,
-    expected_clusters: int = 10,
 ) -> Groups:
     """Clusters of devices with similar profiles.
 
     Args:
         profiles: (N, q), by ascending device id, entries in [0, 1].
         unit: D_ref > 0, from `class_unit` or `split_half_unit`.
-        gamma: weight of the term that sees the overall scale of a profile, >= 0.
-        eta: how fast MinPts falls with the entropy, >= 0.
         thresholds: theta_merge, theta_split.
-        rng: draws the anchors; only used (and then needed) above 2000 devices.
-        expected_clusters: there, max(200, 20 * expected_clusters) devices are anchors.
+        rng: draws 200 anchors; only used (and then needed) above 2000 devices.
 
     Returns:
         Groups; for the anchors every het <= theta_split and every between >= theta_merge.
@@ -333,27 +308,23 @@ def aidc(
         >>> aidc(profiles, unit=1.0).clusters
         ((0, 1), (2, 3))
     """
-    if eta < 0:
-        raise ValueError(f"eta {eta} is negative")
     n = len(profiles)
-    if n > EXACT_UP_TO:
-        if rng is None:
-            raise ValueError(f"{n} devices need a random generator that draws the anchors")
-        size = min(n, max(200, 20 * expected_clusters))
-        anchors = np.sort(rng.choice(n, size=size, replace=False))
-        found = _exact(profiles[anchors], unit, gamma, eta, thresholds)
-        return _with_the_rest(profiles, anchors, found, unit=unit, gamma=gamma, thresholds=thresholds)
-    return _exact(profiles, unit, gamma, eta, thresholds)
+    if n <= EXACT_UP_TO:
+        return _exact(profiles, unit, thresholds)
+    if rng is None:
+        raise ValueError(f"{n} devices need a random generator that draws the anchors")
+    anchors = np.sort(rng.choice(n, size=ANCHORS, replace=False))
+    return _with_the_rest(profiles, anchors, _exact(profiles[anchors], unit, thresholds), unit, thresholds)
 
 
-def _exact(profiles: Vectors, unit: float, gamma: float, eta: float, thresholds: Thresholds) -> Groups:
+def _exact(profiles: Vectors, unit: float, thresholds: Thresholds) -> Groups:
     n = len(profiles)
     everybody = tuple(range(n))
     if n < 2:
         return Groups((everybody,) if n else (), everybody, entropy(profiles) if n else 0.0, 0, 0.0)
-    distances = divergence_matrix(profiles, unit=unit, gamma=gamma)
+    distances = divergence_matrix(profiles, unit=unit)
     h = entropy(profiles)
-    points = min_samples(n, h, eta=eta)
+    points = min_samples(n, h)
     eps = radius(distances, points)
     labels = density_clusters(distances, eps, points)
     dense = [np.flatnonzero(labels == k).tolist() for k in range(labels.max() + 1)]
@@ -363,15 +334,15 @@ def _exact(profiles: Vectors, unit: float, gamma: float, eta: float, thresholds:
 
 
 def _with_the_rest(
-    profiles: Vectors, anchors: NDArray[np.intp], found: Groups, *, unit: float, gamma: float, thresholds: Thresholds
+    profiles: Vectors, anchors: NDArray[np.intp], found: Groups, unit: float, thresholds: Thresholds
 ) -> Groups:
     """Place all other devices, ascending, by the NOISE rule over anchors alone; a founder becomes an anchor (4.5)."""
     placed = [[int(anchors[i]) for i in cluster] for cluster in found.clusters]
     kept = profiles[anchors]
     names = anchors.tolist()
-    growing = _Growing(divergence_matrix(kept, unit=unit, gamma=gamma), found.clusters)
+    growing = _Growing(divergence_matrix(kept, unit=unit), found.clusters)
     for device in np.setdiff1d(np.arange(len(profiles)), anchors).tolist():
-        row = divergence(profiles[device], kept, gamma=gamma) / unit
+        row = divergence(profiles[device], kept) / unit
         cluster = growing.rule(row, thresholds.split).cluster
         if cluster is None:
             growing.add(len(names), row, None)
@@ -386,40 +357,23 @@ def _with_the_rest(
 # ------------------------------------------------------------------------------- 4.6: joins, leaves, changed data
 
 
-def place(
-    newcomer: Vectors,
-    profiles: Vectors,
-    clusters: Sequence[Sequence[int]],
-    *,
-    unit: float,
-    gamma: float = 1.0,
-    thresholds: Thresholds = Thresholds(),
-) -> Place:
-    """The place of a newcomer by the NOISE rule; the others stay. newcomer (q,), profiles (N, q) of all members.
+def place(newcomer: Vectors, clusters: Sequence[Vectors], *, unit: float) -> Place:
+    """The place of a newcomer, (q,), by the NOISE rule; the others stay. `clusters`: the profiles (N_k, q) of each.
 
-    `clusters`: positions among `profiles`, none empty; ties go to the earliest.
-    Cost: O(N q), and O(N_k^2 q) for the heterogeneity of the nearest cluster.
+    Ties go to the earliest cluster. Cost: O(N q), and O(N_k^2 q) for the heterogeneity of the nearest cluster.
     """
-    members = [list(c) for c in clusters]
-    row = divergence(newcomer, profiles, gamma=gamma) / _usable(unit)
+    unit = _usable(unit)
+    sums = np.array([(divergence(newcomer, cluster) / unit).sum() for cluster in clusters])
 
     def within(k: int) -> float:
-        return float(divergence_matrix(profiles[members[k]], unit=unit, gamma=gamma).sum())
+        return float(divergence_matrix(clusters[k], unit=unit).sum())
 
-    sums, sizes = np.array([row[c].sum() for c in members]), np.array([len(c) for c in members])
-    return _noise_rule(sums, sizes, within, thresholds.split)
+    return _noise_rule(sums, np.array([len(cluster) for cluster in clusters]), within, THRESHOLDS.split)
 
 
-def has_changed(
-    old: Vectors,
-    new: Vectors,
-    *,
-    unit: float,
-    gamma: float = 1.0,
-    thresholds: Thresholds = Thresholds(),
-) -> bool:
+def has_changed(old: Vectors, new: Vectors, *, unit: float) -> bool:
     """Whether a device with a new profile, (q,) each, must be removed and placed as a newcomer: D >= theta_merge."""
-    return bool(divergence(old, new, gamma=gamma) / _usable(unit) >= thresholds.merge)
+    return bool(divergence(old, new) / _usable(unit) >= THRESHOLDS.merge)
 
 
 def needs_reclustering(n_moved: int, n_devices: int) -> bool:
@@ -427,12 +381,10 @@ def needs_reclustering(n_moved: int, n_devices: int) -> bool:
     return n_moved > RECLUSTER_SHARE * n_devices
 
 
-def inherit(old: Sequence[Sequence[int]], new: Sequence[Sequence[int]]) -> Inheritance:
-    """Models and bandits of new clusters, from each member's previous cluster (one term per member).
+def inherit(old: Sequence[Collection[str]], new: Sequence[Collection[str]]) -> tuple[int | None, ...]:
+    """For each new cluster of ids the old one with the largest overlap, whose bandit it takes; None: there is none.
 
-    Bandits: the largest overlap, ties: the lowest cluster.
+    Ties go to the lowest.
     """
-    overlap = np.array([[len(set(a) & set(b)) for b in old] for a in new], np.float64).reshape(len(new), len(old))
-    totals = overlap.sum(axis=1, keepdims=True)
-    shares = np.divide(overlap, totals, out=np.zeros_like(overlap), where=totals > 0)
-    return Inheritance(shares, tuple(int(np.argmax(row)) if row.any() else None for row in overlap))
+    overlaps = ([len(set(before) & set(after)) for before in old] for after in new)
+    return tuple(row.index(max(row)) if any(row) else None for row in overlaps)

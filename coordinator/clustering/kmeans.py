@@ -15,31 +15,28 @@ from coordinator.clustering.aidc import Clusters, numbered
 RESTARTS = 10  # starts, of which the one with the smallest sum of squares counts
 
 
-def kmeans(
-    vectors: NDArray[np.floating], *, n_clusters: int, rng: np.random.Generator, restarts: int = RESTARTS
-) -> Clusters:
+def kmeans(vectors: NDArray[np.floating], *, n_clusters: int, rng: np.random.Generator) -> Clusters:
     """Clusters of rows with similar directions.
 
     Args:
         vectors: (N, d), one row per device, by ascending id; finite. A row of zeros stays where it is, at the origin.
         n_clusters: K >= 1; lowered to the number of different directions.
         rng: of the starts.
-        restarts: >= 1.
 
     Returns:
         A partition of the positions, numbered by smallest member.
 
     Raises:
-        ValueError: `n_clusters` or `restarts` is below 1, or a row is not finite.
+        ValueError: `n_clusters` is below 1, or a row is not finite.
 
-    Cost: O(restarts * iterations * N K d).
+    Cost: O(RESTARTS * iterations * N K d).
 
     Example:
         >>> kmeans(np.array([[1.0, 0], [0, 2], [3, 0], [0, 4]]), n_clusters=2, rng=np.random.default_rng(0))
         ((0, 2), (1, 3))
     """
-    if n_clusters < 1 or restarts < 1:
-        raise ValueError(f"k-means needs at least one cluster and one start, not {n_clusters} and {restarts}")
+    if n_clusters < 1:
+        raise ValueError(f"k-means needs at least one cluster, not {n_clusters}")
     rows = np.asarray(vectors, np.float64)
     if not np.isfinite(rows).all():
         raise ValueError("a vector is not finite")
@@ -53,5 +50,5 @@ def kmeans(
     k = min(n_clusters, len(np.unique(units.round(12), axis=0)))
     seed = int(rng.integers(2**31))
     with threadpool_limits(1):  # several threads would add in any order
-        labels = KMeans(k, n_init=restarts, random_state=seed).fit_predict(units)
+        labels = KMeans(k, n_init=RESTARTS, random_state=seed).fit_predict(units)
     return numbered([np.flatnonzero(labels == c).tolist() for c in range(k)])

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,7 @@ LARGE: Final = 100_000  # parameters above which directions are projected when t
 PROJECTED: Final = 4096  # dimension of the projection (section 5)
 PROJECTED_AT_ONCE: Final = 1 << 16  # parameters
 NONZEROS: Final = 4  # per row of the random projection
+THETA: Final = 0.9  # largest valid cos_avg, Eq. 3
 LARGEST_GRAM: Final = 4096  # clients whose Gram matrix is decomposed; for more, the dimension of a projection
 PAIRS: Final = 1 << 20  # of clients, processed at a time
 ROWS: Final = 1024  # of a matrix of all clients, computed at a time
@@ -143,51 +144,28 @@ def gram(updates: NDArray[np.floating]) -> Vectors:
     return products / norms[:, None] / norms[None, :]
 
 
-def embed(
-    products: Vectors, *, n_components: int | None = None, energy: float | None = None, centred: bool = False
-) -> Vectors:
-    """Embedding Z = U_m Lambda_m^(1/2) from the Gram matrix of the unit updates, Eq. 2: (N, N) -> (N, m).
+def embed(products: Vectors) -> Vectors:
+    """Embedding Z = U_m Lambda_m^(1/2) from the Gram matrix of the unit updates (`gram`), Eq. 2: (N, N) -> (N, m).
 
-    Args:
-        products: see `gram`.
-        n_components: at most so many components; default all nonzero ones. With all of them and uncentred, cosines are
-            exactly those of the updates.
-        energy: the fewest components that hold this share of the sum of eigenvalues, in (0, 1].
-        centred: subtract the mean unit update first. Off: it breaks the meaning of tau and of Eq. 3.
+    All nonzero components are kept, and nothing is centred, so that cosines are exactly those of the updates.
     """
-    n = len(products)
-    if centred:
-        centring = np.eye(n) - 1 / n
-        products = centring @ products @ centring
     values, vectors = np.linalg.eigh(products)
     values, vectors = values[::-1], vectors[:, ::-1]
     keep = int(np.sum(values > NO_DIRECTION * max(values[0], 0.0)))
-    if energy is not None and keep:
-        share = np.cumsum(values[:keep]) / np.sum(values[:keep])
-        keep = int(np.searchsorted(share, energy - 1e-12)) + 1
-    keep = keep if n_components is None else min(keep, n_components)
     return np.asarray(vectors[:, :keep] * np.sqrt(values[:keep]))
 
 
-def embedding(
-    updates: NDArray[np.floating],
-    *,
-    n_components: int | None = None,
-    energy: float | None = None,
-    centred: bool = False,
-) -> Vectors:
-    """Z of Eq. 2; by default with all components, uncentred: a rotation of the unit updates, (N, d) -> (N, m), N >= 1.
+def embedding(updates: NDArray[np.floating]) -> Vectors:
+    """Z of Eq. 2, a rotation of the unit updates: (N, d) -> (N, m), N >= 1.
 
     Where there are as many clients as parameters the unit updates are that embedding already. Of more than 4096 clients
     with more parameters than that, they are projected to 4096 numbers (section 5): cosines keep within about 1/64.
-    The options are those of `embed`; with any of them the Gram matrix is made however many clients there are.
 
     Cost: O(N^2 d + N^3) time and O(N^2) memory for N < d, N <= 4096; else O(N d) time and O(N min(d, 4096)) memory.
     """
     n, d = updates.shape
-    filtered = centred or n_components is not None or energy is not None
-    if filtered or n < min(d, LARGEST_GRAM + 1):
-        return embed(gram(updates), n_components=n_components, energy=energy, centred=centred)
+    if n < min(d, LARGEST_GRAM + 1):
+        return embed(gram(updates))
     z = np.zeros((n, min(d, LARGEST_GRAM)))
     for row, update in zip(z, updates, strict=True):
         unit = unit_update(update)
@@ -287,7 +265,7 @@ def soft_clusters(
     *,
     distinct: bool = True,
     centres_join: bool = True,
-    update: Literal["sequential", "batch"] = "sequential",
+    sim: Vectors | None = None,
 ) -> Partition:
     """Assign every client to one or more clusters of similar direction (MCTC, Algorithm 1).
 
@@ -297,7 +275,7 @@ def soft_clusters(
         tau: a client joins every cluster whose centre has at least this cosine, [-1, 1]; above 1: a hard partition.
         distinct: whether a client that belongs with a chosen centre may not be a centre (6.2).
         centres_join: whether centres join other clusters at the end (6.5).
-        update: recompute v_k after each client (depends on their order) or once at the end (6.4).
+        sim: `similarity` of z, if it is known.
 
     Raises:
         ValueError: n_clusters is below 1, there is no client, or a row is not finite; the message names the client.
@@ -311,20 +289,12 @@ def soft_clusters(
         ((0, 1, 4), (2, 3))
     """
     _check(z, n_clusters)
-    bar = min(round(tau, DECIMALS), 1.0) if distinct else 1.0
-    centres = choose_centres(similarity(z), n_clusters, bar=bar)
-    return _grown(z, centres, tau, centres_join=centres_join, update=update)
-
-
-def _grown(
-    z: Vectors, centres: tuple[int, ...], tau: float, *, centres_join: bool, update: Literal["sequential", "batch"]
-) -> Partition:
-    """Lines 16 ff.: every client joins the clusters whose centres are close."""
     tau = round(tau, DECIMALS)
+    centres = choose_centres(similarity(z) if sim is None else sim, n_clusters, bar=min(tau, 1.0) if distinct else 1.0)
     members = [{c} for c in centres]
     sums, means = z[list(centres)].copy(), z[list(centres)].copy()
     fallback = []
-    for i in range(len(z)):
+    for i in range(len(z)):  # lines 16 ff.
         if i in centres:
             continue
         close = cosines(z[i : i + 1], means)[0]
@@ -335,8 +305,7 @@ def _grown(
         for k in joined:
             members[k].add(i)
             sums[k] += z[i]
-            if update == "sequential":
-                means[k] = sums[k] / len(members[k])  # Eq. 4
+            means[k] = sums[k] / len(members[k])  # Eq. 4
     means = sums / np.array([[len(s)] for s in members])
     if centres_join:
         close = cosines(z[list(centres)], means)
@@ -407,24 +376,20 @@ def mctc(
     *,
     n_clusters: int = 8,
     tau: float | None = None,
-    theta: float = 0.9,
     distinct: bool = True,
     centres_join: bool = True,
-    update: Literal["sequential", "batch"] = "sequential",
 ) -> Clustering:
     """Overlapping clusters whose means are not nearly parallel: MCTC with its validation loop (section 7).
 
-    A partition with cos_avg > theta is thrown away whole and tried again with stricter tau (four steps of 0.05, at most
+    A partition with cos_avg > 0.9 is thrown away whole and tried again with stricter tau (four steps of 0.05, at most
     0.95), then with one cluster less. Clients whose updates nearly coincide end in one cluster.
 
     Args:
         z: embedding, (N, m), as for `soft_clusters`.
         n_clusters: K, an upper bound.
         tau: the first threshold; None: Otsu's.
-        theta: largest valid cos_avg, Eq. 3.
         distinct: see `soft_clusters`.
         centres_join: see `soft_clusters`.
-        update: see `soft_clusters`.
 
     Raises:
         ValueError: see `soft_clusters`.
@@ -443,10 +408,9 @@ def mctc(
     tries: list[Try] = []
     while True:
         t = tau_0 if step == 0 else round(min(tau_0 + 0.05 * step, max(0.95, tau_0)), DECIMALS)
-        centres = choose_centres(sim, k, bar=min(t, 1.0) if distinct else 1.0)
-        partition = _grown(z, centres, t, centres_join=centres_join, update=update)
+        partition = soft_clusters(z, k, t, distinct=distinct, centres_join=centres_join, sim=sim)
         k_eff = len(partition.members)
-        valid = k_eff < 2 or partition.mean_cosine <= theta
+        valid = k_eff < 2 or partition.mean_cosine <= THETA
         tries.append(Try(k, t, partition.mean_cosine, valid))
         if valid:
             return Clustering(partition, t, separability, tuple(tries))

@@ -25,7 +25,7 @@ from fedge.tensors import Layout, Model, Tensors
 from fedge.weights import needed_on_devices
 
 if TYPE_CHECKING:
-    from coordinator.fleet.relayed import RelayFleet
+    from coordinator.fleet.sites import Sites
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +112,13 @@ def order_for(
     left_s: float,
     descents: Mapping[str, Descent] | None = None,
     issue: str = "",
+    body: bytes | None = None,
 ) -> Order:
-    """The order for one action; equal run, issue, round, label and device give equal id and seed."""
-    steps = leading_to(blobs_of(action), descents or {})
+    """The order for one action; equal run, issue, round, label and device give equal id and seed.
+
+    `body`: the action as bytes, where many orders share it.
+    """
+    steps = leading_to(blobs_of(action), descents) if descents else {}
     entropy = hashlib.sha256(f"{seed}.{round_number}.{label}.{device_id}".encode()).digest()
     return Order(
         id=f"{run}{issue}.{round_number}.{label}.{device_id}",
@@ -127,7 +131,7 @@ def order_for(
         left_s=left_s,
         step=action.STEP,
         version=action.VERSION,
-        body=body_of(action),
+        body=body_of(action) if body is None else body,
         differences={digest: Difference(base=step.base, blob=step.blob) for digest, step in steps.items()},
     )
 
@@ -178,8 +182,8 @@ class Fleet(Protocol):
     descents: dict[str, Descent] | None
 
     @property
-    def sites(self) -> RelayFleet | None:
-        """Where updates of devices behind relays are summed; None: no relays."""
+    def sites(self) -> Sites | None:
+        """Where updates lie that are summed in place, such as behind relays; None: nowhere."""
 
     def devices(self) -> tuple[Device, ...]:
         """Devices that can train, by ascending id; a snapshot stored at the start of the round."""
@@ -241,7 +245,7 @@ class FleetAround:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self.task = fleet.task
-        self.sites: RelayFleet | None = fleet.sites
+        self.sites: Sites | None = fleet.sites
 
     @property
     def descents(self) -> dict[str, Descent] | None:

@@ -52,18 +52,20 @@ from coordinator.fleet.orders import Action as BookAction
 from coordinator.fleet.pace import Paces, work_of
 from coordinator.fleet.quarantine import LONG_UPDATE, READMITTED, Offence, Quarantine, quarantined
 from coordinator.fleet.update_norms import OneByOne, within_limits
-from coordinator.fleet.uploads import OF_THE_WAY, Uploads, answer_to
+from coordinator.fleet.uploads import NO_EVIDENCE, Uploads, answer_to
 from coordinator.fleet.versions import Descent
 from coordinator.members import Watched
-from coordinator.registry import Registry
-from coordinator.store import EXPIRED, OFFERED, RECALLED_ROUNDS, Entry, Store
-from fedge import codec
+from coordinator.registry import Kept, Registry
+from coordinator.store import DEVICES, EXPIRED, OFFERED, RECALLED_ROUNDS, Entry, Store
+from fedge import __version__, codec
 from fedge.background import Background
-from fedge.errors import ConfigError, ProtocolError, StoreError, TransportError
+from fedge.errors import MALFORMED, ConfigError, ProtocolError, StoreError, TransportError
 from fedge.identity import MAX_REVOCATIONS_BYTES, Role, Subject
 from fedge.messages import (
+    BEACON_S,
     MAX_LEFT_S,
     Ack,
+    Beacon,
     BlobRef,
     Codec,
     Context,
@@ -108,6 +110,8 @@ LINES_PER_MINUTE: Final = 60
 """Of one kind of refusal; what is beyond is counted, and told with the first line of the next minute."""
 LOOK_S: Final = 3.0
 """Pause between two looks at who belongs to the federation: a device that is revoked is nobody from then on."""
+KEEP_S: Final = 60.0
+"""Pause between two writes of what devices said of themselves: they say it much more often than anybody needs it."""
 LOOK_AT_STORE_S: Final = 0.5
 """Pause between two looks at which orders intakes have closed."""
 NEEDED: Final = "0.2 or later"
@@ -181,7 +185,7 @@ class MqttFleet:
         issue: str = "",
         observe: Callable[[str, dict[str, Any]], None],
     ) -> None:
-        self.registry = Registry(task.fingerprint(), store.last_contexts(), no_relays)
+        self.registry = Registry(task.fingerprint(), store.last_contexts(), no_relays, _kept_in(store))
         self.sites = None
         self.problems: dict[str, Problem] = {}
         self.last_refused: dict[str, str] = {}  # name of an error -> device and detail of the last one
@@ -217,11 +221,11 @@ class MqttFleet:
         self._round = 0
         self._devices: tuple[Device, ...] = ()
         self._n_samples: dict[str, int] = {}
+        self._early: dict[str, Report] = {}  # of open orders that are in no book yet, after a start
         self._books: list[OrderBook] = []  # of the present step, and of streams with open orders
         self._streamed: dict[str, Order] = {}  # unyielded orders by id
-        self._arrived: dict[str, None] = {}  # closed ones among them, in order
+        self._arrived: dict[str, Entry] = {}  # closed ones among them, by the store's numbers
         self._uploads: dict[str, set[BlobRef]] = {}  # their uploads
-        self._closing: set[str] = set()  # orders being closed, until the store shows it
         self._overruled: dict[str, Ack] = {}  # verdicts of intakes that were faster
         self._arrival = store.last_arrival()  # of the last closed order known to us
         self._something_happened = asyncio.Event()
@@ -230,8 +234,8 @@ class MqttFleet:
         self._checks: dict[str, asyncio.Task[None]] = {}  # order id -> fetching and checking its report
         self._under_way: set[tuple[str, str]] = set()  # topic, order
         self._failure: asyncio.Future[None] | None = None
-        self._settled_at = self._looked_at = 0.0
-        self._watching: asyncio.Task[None] | None = None
+        self._settled_at = self._look_at = 0.0
+        self._endless: list[asyncio.Task[None]] = []
         self._open = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -249,13 +253,16 @@ class MqttFleet:
         await self._transport.subscribe(reports, self._guard(self._on_report))
         await self._transport.subscribe(wants, self._guard(self._on_want))
         async with contextlib.AsyncExitStack() as stack:
+            stack.callback(self._fetching.close)
             if isinstance(self._signed, Signed):
                 self._transport.on_connect(self._tell_revocations)
+            self._transport.on_connect(self._tell_time)  # the last one: it goes on while the connection does
             await stack.enter_async_context(self._transport)
             await stack.enter_async_context(self._sender)
             stack.push_async_exit(self._finish)
+            self._endless.append(self._background.spawn(self._keep_devices_often()))
             if self._members is not None:
-                self._watching = self._background.spawn(self._watch_members())
+                self._endless.append(self._background.spawn(self._watch_members()))
             self._open = stack.pop_all()
         self._settled_at = loop.time() + SETTLE_S
         return self
@@ -269,8 +276,8 @@ class MqttFleet:
         self, kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
     ) -> None:
         """End our own tasks while the transport can still send the last verdicts."""
-        if self._watching is not None:
-            self._watching.cancel()
+        for task in self._endless:
+            task.cancel()
         tasks = self._background.tasks
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(GOODBYE_S):
@@ -278,13 +285,24 @@ class MqttFleet:
                     await asyncio.wait(tasks)
         self._background.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if kind is None or issubclass(kind, asyncio.CancelledError):
+            await self._keep_devices()
+
+    async def _keep_devices_often(self) -> None:
+        """Keep what devices said for the next start; after kill -9 it is up to a minute older."""
+        while True:
+            await asyncio.sleep(KEEP_S)
+            await self._keep_devices()
+
+    async def _keep_devices(self) -> None:
+        kept = self.registry.kept()
+        await asyncio.to_thread(lambda: self._store.keep(DEVICES, msgspec.json.encode(kept).decode()))
 
     # -------------------------------------------------------------------------------------- what a method may ask for
 
     async def begin(self, number: int, at_least: int) -> None:
         """Begin a round: take the snapshot once `at_least` devices can be asked; or reuse the stored one."""
-        devices = self._store.snapshot(number)
-        self._leave_out(number)
+        devices = await self._begun(number)
         if devices is None:
             await self._settle(number)
             if len(self.registry.online()) < at_least:
@@ -292,24 +310,31 @@ class MqttFleet:
                 self._observe("waiting", {"round": number, "devices": at_least})
             await self._or_failure(self.registry.wait_for(at_least))
             self.waiting = 0
-            devices = (*self.registry.online(), *self.registry.inference_only())
-            await asyncio.to_thread(self._store.begin_round, number, devices, time.time())
-        self._take(number, devices)
+            devices = await self._snapshot(number, (*self.registry.online(), *self.registry.inference_only()))
+        await self._take(number, devices)
         self._observe("round_begun", {"round": number, "devices": len(devices)})
 
     async def admit(self, number: int, tried: Mapping[str, str], equipped: Container[str]) -> None:
         """Begin a round once a device needs a bundle (`Registry.wait_for_late_joiner`); or reuse the stored one."""
-        devices = self._store.snapshot(number)
-        self._leave_out(number)
+        devices = await self._begun(number)
         if devices is None:
             await self._or_failure(self.registry.wait_for_late_joiner(tried, equipped))
-            devices = (*self.registry.online(), *self.registry.inference_only())
-            await asyncio.to_thread(self._store.begin_round, number, devices, time.time())
-        self._take(number, devices)
+            devices = await self._snapshot(number, (*self.registry.online(), *self.registry.inference_only()))
+        await self._take(number, devices)
 
-    def _leave_out(self, number: int) -> None:
+    async def _begun(self, number: int) -> tuple[Device, ...] | None:
+        """The devices of a round that was begun before a restart; quarantined ones are left out from now on."""
+        self._leave_out(number, await asyncio.to_thread(self._store.offences))
+        return await asyncio.to_thread(self._store.snapshot, number)
+
+    async def _snapshot(self, number: int, devices: tuple[Device, ...]) -> tuple[Device, ...]:
+        """Begin a round with these devices."""
+        await asyncio.to_thread(self._store.begin_round, number, devices, time.time())
+        return devices
+
+    def _leave_out(self, number: int, offences: Iterable[Offence]) -> None:
         """Exclude quarantined devices from this round; announced once, with the evidence."""
-        found = quarantined(self._store.offences(), number)
+        found = quarantined(offences, number)
         for i, quarantine in found.items():
             if i not in self.quarantined:
                 names = ", ".join(f"{o.name} in round {o.round}" for o in quarantine.evidence)
@@ -351,23 +376,35 @@ class MqttFleet:
             last = known[i].round
             self._store.accuse(Offence(device_id=i, round=last, name=READMITTED, detail="by the command line")).result()
 
-    def _take(self, number: int, devices: tuple[Device, ...]) -> None:
+    async def _take(self, number: int, devices: tuple[Device, ...]) -> None:
         """Set the round's devices. After a start, recall their speed, problems and open orders."""
-        for past in range(max(number - RECALLED_ROUNDS, 1), number + 1) if self._round == 0 else ():
-            self._n_samples = {device.id: device.n_samples for device in self._store.snapshot(past) or ()}
-            for entry in self._store.entries(past):
-                if entry.report is not None and entry.report.outcome is Outcome.DONE:
-                    self._recall(entry.order, entry.report.seconds)
-                if reason := entry.reason or _trouble(entry.report):
-                    self._keep_problem(entry.order.device_id, Problem(round=past, reason=reason))
+        earlier: list[Entry] = []
+        if self._round == 0:
+            for past in range(max(number - RECALLED_ROUNDS, 1), number + 1):
+                then, entries = await asyncio.to_thread(
+                    lambda n: (self._store.snapshot(n), self._store.entries(n)), past
+                )
+                self._recall(past, then or (), entries)
+            earlier = [e for e in await asyncio.to_thread(self._store.streamed, number) if e.order.round < number]
         if isinstance(self._signed, Signed):  # so that the next process refuses replays, too
-            self._store.keep("heard", msgspec.json.encode(self._signed.heard).decode())
-        earlier = [e for e in self._store.streamed(number) if e.order.round < number] if self._round == 0 else []
+            heard = msgspec.json.encode(self._signed.heard).decode()
+            await asyncio.to_thread(self._store.keep, "heard", heard)
         self._round, self._devices = number, devices
         self._n_samples = {device.id: device.n_samples for device in devices}
-        self._resume(earlier)
+        await self._resume(earlier)
 
-    def _resume(self, entries: Sequence[Entry]) -> None:
+    def _recall(self, number: int, devices: Iterable[Device], entries: Iterable[Entry]) -> None:
+        """Learn from an earlier round how fast devices are, and their problems."""
+        self._n_samples = {device.id: device.n_samples for device in devices}
+        for entry in entries:
+            order, report = entry.order, entry.report
+            action = read_action(order, self._steps)
+            if report is not None and report.outcome is Outcome.DONE and not isinstance(action, Unsupported):
+                self._paces.note(order.device_id, self._work(order.device_id, action), report.seconds)
+            if reason := entry.reason or _trouble(report):
+                self._keep_problem(order.device_id, Problem(round=number, reason=reason))
+
+    async def _resume(self, entries: Sequence[Entry]) -> None:
         """Continue streamed orders of earlier rounds whose answers this round has not yielded yet.
 
         Raises:
@@ -380,13 +417,7 @@ class MqttFleet:
             self._actions[entry.order.id] = action
         self._hold(entries)
         if self._streamed:
-            self._open_book(entries, dict.fromkeys((entry.order.device_id for entry in entries), MAX_LEFT_S))
-
-    def _recall(self, order: Order, seconds: float) -> None:
-        """Recall a device's speed, if its step is known here."""
-        action = read_action(order, self._steps)
-        if not isinstance(action, Unsupported):
-            self._paces.note(order.device_id, self._work(order.device_id, action), seconds)
+            await self._open_book(entries, dict.fromkeys((entry.order.device_id for entry in entries), MAX_LEFT_S))
 
     def _learn(self, device_id: str, action: Action, answer: Answer) -> None:
         """Update a device's speed."""
@@ -398,7 +429,8 @@ class MqttFleet:
 
     async def _settle(self, number: int) -> None:
         """After a restart between two rounds, wait for the last one's devices; else the first to arrive is alone."""
-        before = {device.via or device.id for device in self._store.snapshot(number - 1) or ()}
+        then = await asyncio.to_thread(self._store.snapshot, number - 1)
+        before = {device.via or device.id for device in then or ()}
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(self._settled_at):
                 await self._or_failure(self.registry.heard_of(before))
@@ -417,7 +449,7 @@ class MqttFleet:
         actions, refused = self._asked(actions)
         entries = await self._write(label, actions)
         book = self._books[-1]
-        self._decide(Tick())
+        self._take_up()
         while not book.done:
             await self._wait()
         await self._durable()
@@ -444,23 +476,18 @@ class MqttFleet:
         actions, refused = self._asked(actions)
         entries = await self._write(label, actions, streamed=True)
         self._hold(entries.values())
-        closed = []
-        for stored in self._store.streamed(self._round):
-            if stored.status is not OrderStatus.OPEN:
-                self._take_note(stored)  # an intake may just have closed it
-                closed.append(stored.order.id)
-        self._arrived = dict.fromkeys(order_id for order_id in closed if order_id in self._streamed)
+        self._arrived.clear()
+        await self._note_closed(lambda: self._store.streamed(self._round))
         guard = OneByOne(self._layout, self.norms, seen)
         for _, answer in sorted(refused.items()):
             yield answer
-        self._decide(Tick())
+        self._take_up()
         while self._streamed:
             if not self._arrived:
                 await self._wait()
                 continue
-            order = self._streamed[next(iter(self._arrived))]
-            entry = await asyncio.to_thread(self._store.entry, order.id)
-            assert entry is not None
+            entry = next(iter(self._arrived.values()))
+            order = entry.order
             action, answer = self._actions[order.id], self._answer(entry)
             self._learn(order.device_id, action, answer)
             answer, error, suspect = await asyncio.to_thread(guard.believed, answer, action)
@@ -499,7 +526,7 @@ class MqttFleet:
         for order_id in self._streamed.keys() & self._checks.keys():
             self._checks.pop(order_id).cancel()
         self._store.end_streams(time.time())
-        for known in (self._books, self._streamed, self._arrived, self._actions, self._uploads):
+        for known in (self._books, self._streamed, self._arrived, self._actions, self._uploads, self._early):
             known.clear()
 
     def needed(self) -> set[str]:
@@ -555,34 +582,34 @@ class MqttFleet:
         )
         self._observe("asked", {"label": label, "devices": len(entries)})
         self._actions |= {entry.order.id: actions[device] for device, entry in entries.items()}
-        self._open_book(entries.values(), allowed_s)
+        await self._open_book(entries.values(), allowed_s)
         return entries
 
     def _allowed_s(self, actions: Mapping[str, Action]) -> dict[str, float]:
         works = {i: self._work(i, action) for i, action in actions.items()}
-        return self._paces.allowed_s(works, least_s=self._deadline_s)
+        exporting = [i for i, action in actions.items() if action.EXPORTS]
+        return self._paces.allowed_s(works, least_s=self._deadline_s, exporting=exporting)
 
-    def _open_book(self, entries: Collection[Entry], allowed_s: Mapping[str, float]) -> None:
+    async def _open_book(self, entries: Collection[Entry], allowed_s: Mapping[str, float]) -> None:
         """Start following the open orders; from now on devices may fetch what open orders name."""
-        self._books = [book for book in self._books if not book.done]
-        self._books.append(
-            OrderBook(
-                (
-                    msgspec.structs.replace(entry.order, left_s=allowed_s[entry.order.device_id])
-                    for entry in entries
-                    if entry.status is OrderStatus.OPEN
-                ),
-                time.monotonic(),
-            )
-        )
         named = (*self._actions.values(), *self._streamed.values(), *(entry.order for entry in entries))
         self._offered = {ref.digest for each in named for ref in blobs_of(each)}
-        self._store.keep(OFFERED, json.dumps(sorted(self._offered)))
+        await asyncio.to_thread(self._store.keep, OFFERED, json.dumps(sorted(self._offered)))
+        open_ = [entry.order for entry in entries if entry.status is OrderStatus.OPEN]
+        timed = (msgspec.structs.replace(order, left_s=allowed_s[order.device_id]) for order in open_)
+        self._books = [book for book in self._books if not book.done]
+        self._books.append(OrderBook(timed, time.monotonic()))
+
+    def _take_up(self) -> None:
+        """Send the orders of new books, and process the reports that came before these were opened."""
+        for order_id in [i for i in self._early if self._book_of(i)]:
+            self._feed(ReportReceived(self._early.pop(order_id)))
+        self._decide(Tick())
 
     async def _wait(self) -> None:
         """Wait until something happens or an order is due."""
         due = [at for book in self._books if (at := book.next_wakeup()) is not None]
-        delay = max(min([*due, time.monotonic() + LOOK_AT_STORE_S]) - time.monotonic(), 0.01)
+        delay = max(min([*due, self._look_at]) - time.monotonic(), 0.01)
         self._something_happened.clear()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(delay):
@@ -591,21 +618,27 @@ class MqttFleet:
         self._decide(Tick())
 
     async def _look(self) -> None:
-        """Process the orders that intakes have closed."""
-        if (now := time.monotonic()) < self._looked_at + LOOK_AT_STORE_S:
-            return
-        self._looked_at = now
-        for entry in await asyncio.to_thread(self._store.closed_since, self._arrival):
-            self._arrival = entry.arrival
-            self._take_note(entry)
-            self._closing.discard(entry.order.id)
+        """Process the orders that were closed here or by intakes, by the store's numbers."""
+        if (now := time.monotonic()) >= self._look_at:
+            self._look_at = now + LOOK_AT_STORE_S
+            for entry in await self._note_closed(lambda: self._store.closed_since(self._arrival)):
+                self._arrival = entry.arrival
 
-    def _take_note(self, entry: Entry) -> None:
-        order_id = entry.order.id
-        book = self._book_of(order_id)
-        if order_id not in self._closing and book is not None and book.status(order_id) not in CLOSED:
-            self._closed_by_intake(entry)
-            self._feed(Closed(order_id, accepted=entry.report is not None))
+    async def _note_closed(self, read: Callable[[], Sequence[Entry]]) -> Sequence[Entry]:
+        """Process what a read of the store shows as closed, after what we are closing ourselves."""
+        entries = await asyncio.to_thread(read)
+        await self._durable()
+        for entry in entries:
+            order_id = entry.order.id
+            if entry.status is OrderStatus.OPEN:
+                continue
+            book = self._book_of(order_id)
+            if book is not None and book.status(order_id) not in CLOSED:
+                self._closed_by_intake(entry)
+                self._feed(Closed(order_id, accepted=entry.report is not None))
+            if order_id in self._streamed:
+                self._arrived[order_id] = entry
+        return entries
 
     def _closed_by_intake(self, entry: Entry) -> None:
         if (check := self._checks.pop(entry.order.id, None)) is not None:
@@ -668,7 +701,8 @@ class MqttFleet:
                 payload = self._signed.open(inbound.topic, inbound.payload, Role.DEVICE, name=device)
                 if (more := handle(device, dataclasses.replace(inbound, payload=payload))) is not None:
                     await more
-                self.registry.heard(device, time.time())
+                if not (inbound.retained and self.registry.is_away(device)):
+                    self.registry.heard(device, time.time())
             except ProtocolError as error:
                 if error.name == "replayed" and inbound.topic.endswith("/status"):
                     self.registry.doubt(device)
@@ -745,10 +779,21 @@ class MqttFleet:
                 text = "event=revocations_not_told bytes=%d reason=%r"
                 log.error(text, len(revocations), TOO_LONG)
                 return
-            try:
-                await self._transport.publish(self._topics.revocations, revocations, retain=True)
-            except (TransportError, ValueError) as error:
-                log.error("event=publish_refused topic=%s reason=%r", self._topics.revocations, str(error))  # noqa: TRY400
+            await self._retain(self._topics.revocations, revocations)
+
+    async def _tell_time(self) -> None:
+        """Publish our time and version while connected: devices compare theirs (`fedge doctor`)."""
+        topic = self._topics.beacon
+        while True:
+            beacon = Beacon(at=time.time(), fedge_version=__version__)
+            await self._retain(topic, self._signed.seal(topic, encode(beacon)))
+            await asyncio.sleep(BEACON_S)
+
+    async def _retain(self, topic: str, payload: bytes) -> None:
+        try:
+            await self._transport.publish(topic, payload, retain=True)
+        except (TransportError, ValueError) as error:
+            log.error("event=publish_refused topic=%s reason=%r", topic, str(error))  # noqa: TRY400 - the text is all
 
     # -------------------------------------------------------------------------------------------------- what they say
 
@@ -785,6 +830,10 @@ class MqttFleet:
             accepted = entry.status is OrderStatus.ACCEPTED
             self._perform(Tell(verdict(entry.order, accepted=accepted, reason=entry.reason)))
             raise ProtocolError("replayed-report", f"{report.order_id} is {entry.status}")
+        if self._book_of(report.order_id):  # opened meanwhile
+            self._feed(ReportReceived(report))
+        else:
+            self._early[report.order_id] = report
 
     # ------------------------------------------------------------------------------------------------------- deciding
 
@@ -826,13 +875,14 @@ class MqttFleet:
         told = {"device": report.device_id, "label": label, "result": str(report.outcome), "seconds": report.seconds}
         return told if accuracy is None else {**told, "accuracy": accuracy}
 
-    def _once_durable(self, change: Future[Any] | None, then: Callable[[Any], object]) -> None:
+    def _once_durable(self, change: Future[Any] | None, then: Callable[[Any], Awaitable[None] | None]) -> None:
         """Run `then` with the change's result once it and all earlier ones are stored; None: once those are."""
         before, own = self._last_change, asyncio.wrap_future(change) if change is not None else None
 
         async def wait() -> None:
             await before
-            then(None if own is None else await own)
+            if (more := then(None if own is None else await own)) is not None:
+                await more
 
         self._last_change = self._background.spawn(wait())
 
@@ -841,9 +891,9 @@ class MqttFleet:
         await self._or_failure(asyncio.shield(self._last_change))
 
     def _closed(self, order_id: str) -> None:
-        """Process an order that the store shows as closed."""
+        """Have the store say when a streamed order was closed: an intake may have closed another one before it."""
         if order_id in self._streamed:
-            self._arrived[order_id] = None
+            self._look_at = 0.0
             self._something_happened.set()
 
     def _perform(self, action: BookAction) -> None:
@@ -870,17 +920,17 @@ class MqttFleet:
     def _close(self, order_id: str, change: Future[bool], note: Callable[[], None]) -> None:
         """Process a change that closes an order, or an intake's earlier closing of it."""
 
-        def closed(ours: bool) -> None:
+        async def closed(ours: bool) -> None:
             if ours:
                 note()
                 return
-            entry = self._store.entry(order_id)
+            entry = await asyncio.to_thread(self._store.entry, order_id)
             assert entry is not None
             accepted = entry.status is OrderStatus.ACCEPTED
             self._overruled[order_id] = verdict(entry.order, accepted=accepted, reason=entry.reason)
-            self._closed_by_intake(entry)
+            if order_id in self._actions:  # otherwise its answer has been handed out meanwhile
+                self._closed_by_intake(entry)
 
-        self._closing.add(order_id)
         self._once_durable(change, closed)
 
     def _accepted(self, report: Report) -> None:
@@ -946,7 +996,7 @@ class MqttFleet:
                     await self._fetching.fetch(ref, order.device_id, layout)
         except ProtocolError as refusal:
             self._refuse(refusal, self._topics.agent(order.device_id, "reports"), order.device_id)
-            if refusal.name not in OF_THE_WAY:
+            if refusal.name not in NO_EVIDENCE:
                 self._accuse(order.device_id, refusal.name, str(refusal))
             error = str(refusal)
         except TransportError as refusal:
@@ -958,7 +1008,7 @@ class MqttFleet:
 
     def norms(self, ref: BlobRef, layout: Layout) -> codec.Norms:
         """As measured on arrival for updates of this step; others are read."""
-        return self._fetching.norms.get(ref) or self._fetching.checked(ref, layout)
+        return self._fetching.norms.get(ref) or codec.check(self._store.blobs.get(ref.digest), ref.codec, layout)
 
     def _model_file(self, digest: str) -> Path | None:
         """Devices get only what they were told of: the updates of others are in the same folder."""
@@ -985,6 +1035,13 @@ class MqttFleet:
             return waiting.result()
         finally:
             waiting.cancel()
+
+
+def _kept_in(store: Store) -> dict[str, Kept]:
+    """What devices had said when it was last kept; nothing if another version of fedge wrote it."""
+    with contextlib.suppress(*MALFORMED):
+        return msgspec.json.decode(store.recall(DEVICES) or "{}", type=dict[str, Kept])
+    return {}
 
 
 def signing(

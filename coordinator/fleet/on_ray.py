@@ -5,6 +5,10 @@ is carried out whole by one actor, so results have the same bits whatever the nu
 died is carried out again by another one: orders are deterministic and write what they wrote before, so nothing counts
 twice.
 
+A block's updates stay in the object store of its node. An average needs one sum of each block
+(`coordinator.fleet.sites`); a single update travels only if a method reads it. Updates lost with their node are
+computed again when they are needed.
+
 The devices' samples and the models that orders name lie in Ray's object store, once for each node. What devices keep
 between rounds lies in their folders, which all nodes must see (one machine, or a shared file system).
 """
@@ -12,26 +16,35 @@ between rounds lies in their folders, which all nodes must see (one machine, or 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import lru_cache
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.ray import ray
+from coordinator.aggregation.mean import Average
+from coordinator.fleet.simulated import FinishedElsewhere, Held
+from coordinator.fleet.sites import Directions, SiteMean, SiteSums, averages, request
+from coordinator.ray import ray, resources_of_actors
 from edge_agent import batched
-from edge_agent.device import repeatable
+from edge_agent.device import Unpacked, repeatable
+from edge_agent.encoding import in_one_process
 from edge_agent.worker import Finished, Worker
-from fedge.errors import FedgeError
+from fedge import codec
+from fedge.codec import Norms
+from fedge.errors import FedgeError, ProtocolError
 from fedge.files import volatile
 from fedge.messages import BlobRef, Order, blobs_of
-from fedge.step import Action, Steps, installed_steps
+from fedge.processor import Processor
+from fedge.step import Action, Refusal, Result, Steps, installed_steps
+from fedge.steps.mask_shares import MIN_COHORT
 from fedge.task import TaskSpec
 from fedge.tasks import DeviceData
+from fedge.tensors import Layout, Model
 
 log = logging.getLogger("fedge.coordinator")
 
@@ -46,12 +59,21 @@ LOOK_S: Final = 1.0
 PATIENCE_S: Final = 120.0
 """So long it may take until an actor that died has a successor."""
 
+T = TypeVar("T")
+Updates = dict[str, "bytes | Unpacked"]
+"""By digest."""
+Told = tuple[Result, dict[str, bytes], dict[str, tuple[Layout, Norms]]]
+"""A result, the blobs that travel with it, and what is known of the updates that do not, by digest."""
+
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     """What all workers of a fleet have in common, without data."""
 
     task: TaskSpec
+    layout: Layout
     home: Path
+    min_cohort: int = MIN_COHORT
+    train_on: Processor = Processor.CPU
 
 
 class Shard:
@@ -60,7 +82,10 @@ class Shard:
     def __init__(self, recipe: Recipe, data: Mapping[str, DeviceData], steps: Steps) -> None:
         import torch
 
+        from fedge.models.training import torch_device
+
         torch.set_num_threads(1)
+        self._processor = torch_device(recipe.train_on)
         self._recipe, self._data, self._steps = recipe, data, steps
         self._worker = lru_cache(HELD)(self._make)
         self._models: dict[str, bytes] = {}
@@ -68,8 +93,8 @@ class Shard:
     def ready(self) -> None:
         """Confirm that the actor is running."""
 
-    def carry_out(self, orders: Sequence[Order], models: Mapping[str, Any]) -> list[Finished]:
-        """Results in the order of the orders. `models`: references to the bytes of named models, by digest."""
+    def carry_out(self, orders: Sequence[Order], models: Mapping[str, Any]) -> tuple[list[Told], Updates]:
+        """Results in the order of the orders, and their updates. `models`: references to named models, by digest."""
         missing = [digest for digest in models if digest not in self._models]
         found = ray.get([models[digest] for digest in missing])
         self._models |= {digest: array.tobytes() for digest, array in zip(missing, found, strict=True)}
@@ -79,8 +104,21 @@ class Shard:
         for order in orders:
             action = msgspec.msgpack.decode(order.body, type=self._steps[order.step])
             jobs.append(batched.Job(self._worker(order.device_id), order, action, self._fetch))
-        with volatile():
-            return batched.execute(jobs)
+        with volatile(), in_one_process():
+            done = batched.execute(jobs)
+        updates: Updates = {}
+        return [_told(job, each, self._recipe.layout, updates) for job, each in zip(jobs, done, strict=True)], updates
+
+    def means(self, held: Sequence[Any], wanted: SiteSums) -> tuple[tuple[Average | None, ...], Directions] | None:
+        """The means over a block's updates, and directions; None: the updates are lost.
+
+        `held`: the reference to the updates, in a list, so that it arrives as a reference.
+        """
+        try:
+            updates: Updates = ray.get(held[0])
+        except ray.exceptions.ObjectLostError:
+            return None
+        return averages(wanted, wanted.updates, lambda ref: _model(updates[ref.digest], ref, wanted.layout))
 
     def _fetch(self, ref: BlobRef) -> bytes:
         return self._models[ref.digest]
@@ -90,7 +128,26 @@ class Shard:
         own = self._data[device_id]
         # Data in the object store is read-only, and stays while anything refers to it.
         copied = {name: np.require(array, requirements="W") for name, array in _arrays(own).items()}
-        return Worker(device_id, recipe.task, replace(own, **copied), recipe.home / device_id, source=repeatable)
+        return Worker(
+            *(device_id, recipe.task, replace(own, **copied), recipe.home / device_id),
+            min_cohort=recipe.min_cohort,
+            processor=self._processor,
+            source=repeatable,
+        )
+
+
+@dataclass(eq=False, slots=True)
+class _Block:
+    """Orders that one actor carries out. `models`: that they name. `updates`: reference to what they gave, once done.
+
+    `shard`: the actor that did it, whose node has the updates.
+    """
+
+    orders: list[Order]
+    models: dict[str, Any]
+    updates: Any = None
+    shard: Any = None
+    norms: dict[str, Norms] = field(default_factory=dict)
 
 
 class Shards:
@@ -100,17 +157,22 @@ class Shards:
         recipe: of the workers.
         data: of the devices by id; may be a mapping that generates them.
         steps: of the method, in addition to the installed ones.
-        n: number of actors.
+        n: number of processors to use, an actor on each.
+
+    Raises:
+        ConfigError: the recipe trains on a GPU, and there is none.
     """
 
     def __init__(self, recipe: Recipe, data: Mapping[str, DeviceData], steps: Sequence[type[Action]], n: int) -> None:
         known = {**installed_steps(), **{kind.STEP: kind for kind in steps}}
-        actor = ray.remote(num_cpus=1)(Shard)
+        n, resources = resources_of_actors(n, recipe.train_on)
+        actor = ray.remote(**resources)(Shard)
         data_ref = ray.put(data)
         self._new: Callable[[], Any] = lambda: actor.remote(recipe, data_ref, known)
         self._coming: dict[Any, Any] = {}  # reference to `ready` -> actor
         self._idle: list[Any] = []
         self._models: dict[str, Any] = {}
+        self._last: tuple[Any, Updates] = (None, {})  # a reference to updates, and what it refers to
         for _ in range(n):
             self._start()
 
@@ -131,32 +193,148 @@ class Shards:
         }
         numbers = sorted(range(len(jobs)), key=lambda number: jobs[number].order.device_id)
         size = min(max(1, -(-len(jobs) // BLOCKS)), LARGEST)
-        waiting = [numbers[first : first + size] for first in range(0, len(numbers), size)][::-1]
-        running: dict[Any, tuple[Any, list[int]]] = {}
+        lots = [numbers[first : first + size] for first in range(0, len(numbers), size)]
+        blocks = [
+            _Block(
+                [jobs[n].order for n in lot],
+                {ref.digest: self._models[ref.digest] for n in lot for ref in blobs_of(jobs[n].action)},
+            )
+            for lot in lots
+        ]
         found: dict[int, Finished] = {}
+        for lot, block, told in zip(lots, blocks, self._carry_out(blocks), strict=True):
+            block.norms = _norms(told)
+            for number, (result, blobs, known) in zip(lot, told, strict=True):
+                held = {digest: Held(part, norms, self, block) for digest, (part, norms) in known.items()}
+                found[number] = FinishedElsewhere(result, blobs, held=held)
+        return [found[number] for number in range(len(jobs))]
+
+    def _carry_out(self, blocks: Sequence[_Block]) -> list[list[Told]]:
+        def begin(block: _Block, shard: Any) -> Any:
+            told, block.updates = shard.carry_out.options(num_returns=2).remote(block.orders, block.models)
+            block.shard = shard
+            return told
+
+        return self._each([partial(begin, block) for block in blocks], [None] * len(blocks))
+
+    def _each(self, begin: Sequence[Callable[[Any], Any]], near: Sequence[Any]) -> list[Any]:
+        """The results of calls, each made by any actor, and made again by another one if its actor dies.
+
+        `begin`: makes the call to an actor and returns the reference to its result. `near`: the actor that should
+        have it, if it is idle.
+        """
+        waiting = list(range(len(begin)))[::-1]
+        running: dict[Any, tuple[Any, int | None]] = {}
+        found: dict[int, Any] = {}
         patience = PATIENCE_S
         while waiting or running:
             while waiting and self._idle:
-                shard, block = self._idle.pop(), waiting.pop()
-                orders = [jobs[number].order for number in block]
-                models = {ref.digest: self._models[ref.digest] for n in block for ref in blobs_of(jobs[n].action)}
-                running[shard.carry_out.remote(orders, models)] = shard, block
+                shard = self._idle.pop()
+                number = next((n for n in reversed(waiting) if near[n] is shard), waiting[-1])
+                waiting.remove(number)
+                running[begin[number](shard)] = shard, number
             done, _ = ray.wait([*running, *self._coming], timeout=LOOK_S)
             patience = PATIENCE_S if done or running else patience - LOOK_S
             if patience <= 0:
                 raise FedgeError("no process of Ray comes up to simulate in: `ray status` says what it lacks")
             for reference in done:
-                shard, block = running.pop(reference) if reference in running else (self._coming.pop(reference), [])
+                shard, of = running.pop(reference) if reference in running else (self._coming.pop(reference), None)
                 try:
-                    results = ray.get(reference)
+                    result = ray.get(reference)
                 except ray.exceptions.RayActorError as error:
-                    log.warning("event=shard_lost devices=%d reason=%r", len(block), str(error).splitlines()[0])
-                    waiting += [block] if block else []
+                    log.warning("event=shard_lost working=%s reason=%r", of is not None, str(error).splitlines()[0])
+                    ray.kill(shard)  # it may only be out of reach
+                    waiting += [] if of is None else [of]
                     self._start()
                     continue
                 self._idle.append(shard)
-                found |= dict(zip(block, results or (), strict=True))
-        return [found[number] for number in range(len(jobs))]
+                if of is not None:
+                    found[of] = result
+        return [found[number] for number in range(len(begin))]
+
+    def _again(self, blocks: Sequence[_Block]) -> None:
+        """Compute updates again that were lost with their node.
+
+        Raises:
+            FedgeError: they are not what they were, since the devices have gone on.
+        """
+        if not blocks:
+            return
+        log.warning("event=updates_lost devices=%d", sum(len(block.orders) for block in blocks))
+        for block, told in zip(blocks, self._carry_out(blocks), strict=True):
+            norms = _norms(told)
+            if norms.keys() != block.norms.keys() or not all(np.allclose(norms[d], block.norms[d]) for d in norms):
+                raise FedgeError(
+                    "a node of Ray died with updates that cannot be computed again, for their devices have gone on: "
+                    "start the simulation anew"
+                )
+
+    def fetch(self, block: _Block, digest: str) -> bytes | Unpacked:
+        """Bring an update here; those of the last block are kept."""
+        while self._last[0] is not block.updates:
+            try:
+                self._last = block.updates, ray.get(block.updates)
+            except ray.exceptions.ObjectLostError:
+                self._again([block])
+        return self._last[1][digest]
+
+    def means(
+        self,
+        held: Mapping[str, tuple[BlobRef, Held]],
+        weights: Mapping[str, float],
+        clusters: Sequence[Mapping[str, tuple[float, float]]],
+        layout: Layout,
+        note: Callable[[str, NDArray[Any]], None],
+        whose: Collection[str],
+    ) -> list[SiteMean]:
+        """As `coordinator.fleet.sites.Sites.means`; a site is a block."""
+        of_block: dict[_Block, dict[str, BlobRef]] = {}
+        for i, (ref, where) in sorted(held.items()):
+            of_block.setdefault(where.block, {})[i] = ref
+        wanted = {block: request(own, weights, clusters, layout, whose) for block, own in of_block.items()}
+        found: dict[_Block, tuple[tuple[Average | None, ...], Directions]] = {}
+
+        def begin(block: _Block, shard: Any) -> Any:
+            return shard.means.remote([block.updates], wanted[block])
+
+        while left := [block for block in wanted if block not in found]:
+            results = self._each([partial(begin, block) for block in left], [block.shard for block in left])
+            found |= {block: result for block, result in zip(left, results, strict=True) if result is not None}
+            self._again([block for block in left if block not in found])
+        for block in wanted:
+            for i, direction in found[block][1].items():
+                note(i, direction)
+        return [
+            SiteMean(k, mean, mean.n_samples)
+            for block in wanted
+            for k, mean in enumerate(found[block][0])
+            if mean is not None
+        ]
+
+
+def _told(job: batched.Job, done: Finished, layout: Layout, updates: Updates) -> Told:
+    """The result without its updates, which are added to `updates`."""
+    known = {digest: (each.layout, each.norms) for digest, each in done.unpacked.items()}
+    updates |= done.unpacked
+    blobs = dict(done.blobs)
+    uploads = {} if isinstance(done.result, Refusal) else job.action.uploads(done.result, layout)
+    for ref, part in uploads.items():
+        if part is not None and ref.digest in blobs:
+            try:
+                known[ref.digest] = part, codec.check(blobs[ref.digest], ref.codec, part)
+            except ProtocolError:  # the fleet finds and refuses it
+                continue
+            updates[ref.digest] = blobs.pop(ref.digest)
+    return done.result, blobs, known
+
+
+def _norms(told: Sequence[Told]) -> dict[str, Norms]:
+    """Of the updates, by digest."""
+    return {digest: norms for _, _, known in told for digest, (_, norms) in known.items()}
+
+
+def _model(update: bytes | Unpacked, ref: BlobRef, layout: Layout) -> Model:
+    return codec.decode(update, ref.codec, layout, again=True) if isinstance(update, bytes) else update.model
 
 
 def _arrays(data: DeviceData) -> dict[str, NDArray[Any]]:

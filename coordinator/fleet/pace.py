@@ -7,6 +7,7 @@ are dominated by the network and the start of torch.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from statistics import median
 from typing import Final
 
@@ -14,9 +15,10 @@ from fedge.messages import MAX_LEFT_S
 from fedge.step import Action
 
 ROOM: Final = 4.0
-"""An order may take so many times what the device's pace says: of its samples we know a part, and it may be busy."""
-
-
+"""Times what a device's pace predicts: we know only a part of its samples, and it may be busy."""
+EXPORT: Final = 5.0
+"""Times the least, for a bundle on a device of unknown speed: loading torch's exporter, the export and the parity check
+take a small board longer than any step before."""
 A_BATCH: Final = 32
 """Samples of a device that shares none: it may have some all the same."""
 
@@ -38,12 +40,15 @@ class Paces:
         if seconds > 0 and work > 0 and work >= self._known.get(device_id, (0.0, 0.0))[0]:
             self._known[device_id] = work, seconds
 
-    def allowed_s(self, works: dict[str, float], *, least_s: float) -> dict[str, float]:
+    def allowed_s(
+        self, works: Mapping[str, float], *, least_s: float, exporting: Collection[str] = ()
+    ) -> dict[str, float]:
         """Seconds that each device may take for its work, at least `least_s`; an unknown device counts as typical.
 
-        No order may take longer than a day.
+        No order may take longer than a day. `exporting`: devices whose work ends in a bundle (`Action.EXPORTS`).
         """
         rates = {i: seconds / work for i, (work, seconds) in self._known.items()}
         typical = median(rates.values()) if rates else 0.0
-        wished = {i: max(least_s, ROOM * rates.get(i, typical) * work) for i, work in works.items()}
+        least = {i: least_s * (EXPORT if i in exporting and i not in rates else 1.0) for i in works}
+        wished = {i: max(least[i], ROOM * rates.get(i, typical) * work) for i, work in works.items()}
         return {i: min(seconds, MAX_LEFT_S) for i, seconds in wished.items()}

@@ -14,7 +14,7 @@ import math
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, Final, NamedTuple, TypeVar
+from typing import Annotated, Any, ClassVar, Final, TypeVar
 
 import msgspec
 import numpy as np
@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from coordinator.clustering import mctc
 from coordinator.fleet import Answer, Fleet, FleetAround, Seen, asked, checked, require_sendable
+from coordinator.fleet.sites import SiteMean, SiteSums, request
 from fedge import codec
 from fedge.codec import Norms
 from fedge.errors import MALFORMED, ConfigError, ProtocolError
@@ -109,20 +110,6 @@ class Relay(Action, frozen=True, kw_only=True):
         return {result.answers: None}
 
 
-class SiteSums(Struct, frozen=True, kw_only=True):
-    """A request for averages on a site.
-
-    `updates`: by device. `weights`: of each. `sums`: for each cluster its members, with the factors for the parameters
-    and buffers of each. `directions`: devices whose directions are requested.
-    """
-
-    layout: Layout
-    updates: dict[Id, BlobRef]
-    weights: dict[Id, NonNegative]
-    sums: tuple[dict[Id, tuple[NonNegative, NonNegative]], ...]
-    directions: tuple[Id, ...]
-
-
 class Summed(Result, frozen=True, kw_only=True):
     """`means`: of each cluster, float32; None if the site has nothing for it. `missing`: devices with lost updates.
 
@@ -164,14 +151,6 @@ class StandIn(Struct, frozen=True, kw_only=True):
     via: Id
     update: BlobRef
     norms: tuple[float, float]
-
-
-class SiteMean(NamedTuple):
-    """A site's mean of a cluster, and the total weight of its devices."""
-
-    cluster: int
-    model: Model
-    weight: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,23 +314,13 @@ class RelayFleet(FleetAround):
         note: Callable[[str, NDArray[Any]], None],
         whose: Collection[str] = (),
     ) -> list[SiteMean]:
-        """The sites' means of their updates.
-
-        Args:
-            held: the updates, by device.
-            weights: of each.
-            clusters: the members of each, with the factors of parameters and buffers.
-            layout: of the updates.
-            note: called with the directions of updates.
-            whose: devices whose directions are wanted.
-
-        Returns:
-            By site and cluster; sites that do not answer are missing and logged.
-        """
-        of_site: defaultdict[str, dict[str, StandIn]] = defaultdict(dict)
+        """The sites' means of their updates (`coordinator.fleet.sites.Sites`)."""
+        of_site: defaultdict[str, dict[str, BlobRef]] = defaultdict(dict)
         for i, each in sorted(held.items()):
-            of_site[each.via][i] = each
-        asked_for = {via: self._wanted(via, own, weights, clusters, layout, whose) for via, own in of_site.items()}
+            of_site[each.via][i] = each.update
+        asked_for = {
+            via: request(own, weights, clusters, layout, whose, prefix=f"{via}.") for via, own in of_site.items()
+        }
         self._n_sums += 1
         actions = {via: Sum(wanted=self.put_bytes(msgspec.msgpack.encode(w))) for via, w in asked_for.items()}
         answers = await self._fleet.run(f"sum-{self._n_sums}", actions)
@@ -362,24 +331,6 @@ class RelayFleet(FleetAround):
             except ProtocolError as error:
                 self._refuse(via, error)
         return found
-
-    @staticmethod
-    def _wanted(
-        via: str,
-        held: Mapping[str, StandIn],
-        weights: Mapping[str, float],
-        clusters: Sequence[Mapping[str, tuple[float, float]]],
-        layout: Layout,
-        whose: Collection[str],
-    ) -> SiteSums:
-        names = {i: i.removeprefix(f"{via}.") for i in held}
-        return SiteSums(
-            layout=layout,
-            updates={names[i]: each.update for i, each in held.items()},
-            weights={names[i]: weights[i] for i in held},
-            sums=tuple({names[i]: pair for i, pair in own.items() if i in held} for own in clusters),
-            directions=tuple(names[i] for i in held if i in whose),
-        )
 
     def _summed(
         self, via: str, wanted: SiteSums, answer: Answer, note: Callable[[str, NDArray[Any]], None]

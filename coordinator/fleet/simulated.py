@@ -13,7 +13,7 @@ import math
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from coordinator.fleet import Answer, Device, Seen, answering, asked, clock, order_for, require_sendable
 from coordinator.fleet.devices import Hardware
 from coordinator.fleet.quarantine import LONG_UPDATE, Offence, quarantined
+from coordinator.fleet.sites import SiteMean, Sites
 from coordinator.fleet.update_norms import OneByOne, within_limits
 from coordinator.fleet.versions import Descent
 from edge_agent import batched
@@ -34,8 +35,9 @@ from fedge.files import volatile
 from fedge.malloc import tune_malloc
 from fedge.messages import MAX_LEFT_S, BlobRef, Codec, Context, Order, blobs_of, way_to
 from fedge.models.training import flops, shared_network
-from fedge.step import Action, Refusal, Reveals
+from fedge.step import Action, Refusal, Reveals, body_of
 from fedge.task import TaskSpec
+from fedge.tasks import DeviceData
 from fedge.tensors import Layout, Model, Tensors, digest_of, from_bytes, unflatten
 from fedge.weights import needed_on_devices
 
@@ -49,6 +51,41 @@ AT_ONCE: Final = 2048
 """Devices at work at the same time: their samples are in memory then."""
 Execute = Callable[[Sequence[batched.Job]], list[Finished]]
 """Carries out orders of different devices; results in the order of the jobs."""
+
+
+class Elsewhere(Protocol):
+    """Other processes that carry orders out, and keep the updates."""
+
+    def fetch(self, block: Any, digest: str) -> bytes | Unpacked:
+        """Bring an update here."""
+
+    def means(
+        self,
+        held: Mapping[str, tuple[BlobRef, Held]],
+        weights: Mapping[str, float],
+        clusters: Sequence[Mapping[str, tuple[float, float]]],
+        layout: Layout,
+        note: Callable[[str, NDArray[Any]], None],
+        whose: Collection[str],
+    ) -> list[SiteMean]:
+        """Sum updates where they are (`coordinator.fleet.sites.Sites`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """An update that stays with the process that made it. `block`: what `at` knows it by."""
+
+    layout: Layout
+    norms: codec.Norms
+    at: Elsewhere
+    block: Any
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedElsewhere(Finished):
+    """A result whose updates are not here. `held`: by digest."""
+
+    held: dict[str, Held] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +115,7 @@ class _UnderWay:
 class _Known:
     """Methods' view of a device, and its number of samples."""
 
+    data: DeviceData | None
     device: Device
     n_shared: int
     n_train: int
@@ -122,7 +160,7 @@ class SimulatedFleet:
     ) -> None:
         tune_malloc(large=True)
         self.round = 0
-        self.sites = None
+        self.sites: Sites = self
         self.seconds = 0.0
         self.bytes_up = 0
         self.bytes_down = 0
@@ -138,7 +176,7 @@ class SimulatedFleet:
         self._arrives, self._leaves = dict(arrives or {}), dict(leaves or {})
         self._rules = dict.fromkeys(self.workers, ALL) | dict(rules or {})
         self._alike, self._execute = alike, execute
-        self._blobs: dict[str, bytes | Unpacked] = {}
+        self._blobs: dict[str, bytes | Unpacked | Held] = {}
         if (frozen := needed_on_devices(task)) is not None:
             self._blobs[frozen.digest] = weights.read(frozen.digest)
         self._held = defaultdict[str, list[str]](list)  # digests, most recently used last
@@ -160,9 +198,9 @@ class SimulatedFleet:
         return tuple(device for device in there if not device.trains)
 
     def _about(self, device_id: str) -> _Known:
-        """What the fleet knows of a device; for one created on demand, looked up once."""
+        """What the fleet knows of a device, which depends on its data alone; those made on demand stay the same."""
         known = self._known.get(device_id)
-        if known is None:
+        if known is None or (isinstance(self.workers, dict) and known.data is not self.workers[device_id].data):
             worker, rules = self.workers[next(iter(self.workers)) if self._alike else device_id], self._rules[device_id]
             data = worker.data
             n_samples = data.n_shared if worker.trains else 0
@@ -174,9 +212,8 @@ class SimulatedFleet:
                 steps=worker.versions,
                 withholds=rules.withheld,
             )
-            known = _Known(device, data.n_shared, data.n_train, len(data.y_val))
-            if not isinstance(self.workers, dict):
-                self._known[device_id] = known
+            kept = data if isinstance(self.workers, dict) else None  # else memory would hold everybody's samples
+            known = self._known[device_id] = _Known(kept, device, data.n_shared, data.n_train, len(data.y_val))
         return known
 
     def _context(self, device_id: str, n_samples: int) -> Context | None:
@@ -287,6 +324,9 @@ class SimulatedFleet:
         require_sendable(actions.values())
         present, free_at = set(self._present()), self._free_at()
         own, refused = asked({i: self._about(i).device for i in actions}, actions, self.task)
+        kinds = {id(action): action for action in own.values()}  # usually one action shared by all
+        bodies = {key: body_of(action) for key, action in kinds.items()}
+        named = {key: {ref.digest: ref for ref in blobs_of(action)} for key, action in kinds.items()}
         reached: list[_Asked] = []
         answers: dict[str, Answer] = {}
         for i in sorted(actions):
@@ -295,12 +335,17 @@ class SimulatedFleet:
             elif i not in present or self._drops(label, i):
                 answers[i] = Answer(i, None, deadline_s or GIVEN_UP_S, self.round)
             else:
-                order = order_for(RUN, self._seed, self.round, label, i, self._fingerprint, own[i], left_s=MAX_LEFT_S)
-                bytes_down = self._downloaded(i, own[i])
+                action, key = own[i], id(own[i])
+                order = order_for(
+                    *(RUN, self._seed, self.round, label, i, self._fingerprint, action),
+                    left_s=MAX_LEFT_S,
+                    body=bodies[key],
+                )
+                bytes_down = self._downloaded(i, named[key])
                 self.bytes_down += bytes_down
                 begins = max(self.seconds, free_at.get(i, 0.0))
                 reached.append(
-                    _Asked(order, own[i], begins, begins + self._seconds(order, own[i], bytes_down), bytes_down)
+                    _Asked(order, action, begins, begins + self._seconds(order, action, bytes_down), bytes_down)
                 )
         return reached, answers, {**actions, **own}
 
@@ -338,11 +383,13 @@ class SimulatedFleet:
             return Answer(device_id, None, taken, number)
         self._blobs |= finished.blobs
         self._blobs |= finished.unpacked
+        if isinstance(finished, FinishedElsewhere):
+            self._blobs |= finished.held
         return Answer(device_id, result, taken, number)
 
-    def _downloaded(self, device_id: str, action: Action) -> int:
-        """Bytes that a device fetches, as agents do, to have the models that an order names."""
-        held, named, n_bytes = self._held[device_id], {ref.digest: ref for ref in blobs_of(action)}, 0
+    def _downloaded(self, device_id: str, named: Mapping[str, BlobRef]) -> int:
+        """Bytes that a device fetches, as agents do, to have the models that an order names, by digest."""
+        held, n_bytes = self._held[device_id], 0
         descents = self.descents if self.descents and self._about(device_id).device.trains else {}
         for digest, ref in named.items():
             if digest not in held:
@@ -386,19 +433,41 @@ class SimulatedFleet:
 
     def get(self, ref: BlobRef, layout: Layout) -> Model:
         """A model or an update; its arrays may be read-only."""
-        found = self._blobs.get(ref.digest)
-        if found is None:
+        if ref.digest not in self._blobs:
             raise ProtocolError("unknown-blob", ref.digest)
+        found = self._here(ref)
         if isinstance(found, Unpacked) and found.layout == layout:
             return found.model
         return codec.decode(self.get_bytes(ref), ref.codec, layout, again=True)
 
+    def _here(self, ref: BlobRef) -> bytes | Unpacked:
+        found = self._blobs[ref.digest]
+        return found.at.fetch(found.block, ref.digest) if isinstance(found, Held) else found
+
     def norms(self, ref: BlobRef, layout: Layout) -> codec.Norms:
         """For an update, as measured on arrival."""
         found = self._blobs[ref.digest]
-        if isinstance(found, Unpacked) and found.layout == layout:
+        if not isinstance(found, bytes) and found.layout == layout:
             return found.norms
         return codec.check(self.get_bytes(ref), ref.codec, layout)
+
+    def held(self, updates: Mapping[str, BlobRef]) -> dict[str, tuple[BlobRef, Held]]:
+        """The updates that stay with the processes that made them."""
+        found = {i: (ref, self._blobs.get(ref.digest)) for i, ref in updates.items()}
+        return {i: (ref, each) for i, (ref, each) in found.items() if isinstance(each, Held)}
+
+    async def means(
+        self,
+        held: Mapping[str, tuple[BlobRef, Held]],
+        weights: Mapping[str, float],
+        clusters: Sequence[Mapping[str, tuple[float, float]]],
+        layout: Layout,
+        note: Callable[[str, NDArray[Any]], None],
+        whose: Collection[str] = (),
+    ) -> list[SiteMean]:
+        """Their means, summed there."""
+        _, first = next(iter(held.values()))
+        return first.at.means(held, weights, clusters, layout, note, whose)
 
     def _refuse(self, device_id: str, error: ProtocolError) -> None:
         log.warning("event=refused name=%s device=%s detail=%r", error.name, device_id, str(error))
@@ -418,7 +487,7 @@ class SimulatedFleet:
 
     def get_bytes(self, ref: BlobRef) -> bytes:
         """A blob; an unencoded update is encoded first."""
-        found = self._blobs[ref.digest]
+        found = self._here(ref)
         return codec.encode(unflatten(found.model, found.layout), ref.codec) if isinstance(found, Unpacked) else found
 
     def keep_only(self, digests: Collection[str]) -> None:

@@ -7,10 +7,12 @@ import contextlib
 import logging
 import resource
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final
 
 from coordinator.blobs import Blobs
 from coordinator.fleet import checked
+from coordinator.fleet.checking import CheckPool
 from fedge import codec
 from fedge.errors import ProtocolError
 from fedge.files import BlobFolder
@@ -26,18 +28,18 @@ from fedge.transport import SMALL_CHUNK, Transport
 
 log = logging.getLogger("fedge.coordinator")
 
-OF_THE_WAY: Final = frozenset({"digest", "stalled"})
-"""Refusals that whoever carries the bytes can cause, too: no evidence against the device."""
+NO_EVIDENCE: Final = frozenset({"digest", "stalled", "unchecked"})
+"""Refusals that whoever carries the bytes, or our own machine, can cause, too."""
 LARGE_FETCHES: Final = 128
-"""Updates of more than one chunk that are fetched at a time: a chunk of each under way is 64 MB in the broker."""
+"""Updates of more than one chunk fetched at a time: with one chunk of each under way, the broker holds 64 MB."""
 SMALL_FETCHES: Final = 1024
-"""Others that are fetched at a time, fewer where the system does not allow two open files for each."""
+"""Others fetched at a time; fewer if the system does not allow two open files for each."""
 GIVES_WAY_S: Final = 20.0
-"""An update of which nothing comes for so long gives its place to the next, and waits for another one."""
+"""An update of which nothing arrives for so long gives its place to the next, and waits for another."""
 SPARE_FILES: Final = 256
 """Open files for all else."""
 SLACK_BYTES: Final = 1 << 20
-"""What an encoded update may be larger than its tensors: headers, and zstd on what does not compress."""
+"""By how much an encoded update may exceed its tensors: headers, and zstd on what does not compress."""
 
 
 class Uploads:
@@ -69,7 +71,11 @@ class Uploads:
         self._topics = topics
         small = max(min(SMALL_FETCHES, (resource.getrlimit(resource.RLIMIT_NOFILE)[0] - SPARE_FILES) // 2), 1)
         self._small, self._large = asyncio.Semaphore(small), asyncio.Semaphore(LARGE_FETCHES)
-        self._decoding = asyncio.Lock()  # one update in memory at a time
+        self._pool = CheckPool()
+
+    def close(self) -> None:
+        """End the processes that check updates."""
+        self._pool.close()
 
     async def fetch(
         self, ref: BlobRef, device: str, layout: Layout | None, *, wanted: Callable[[], bool] = lambda: True
@@ -98,22 +104,21 @@ class Uploads:
                 with contextlib.suppress(FileNotFoundError):  # another report brought equal bytes, already stored
                     await self._move(ref, layout)
                     return True
-        await self._check(ref, layout, self._blobs.get)
+        await self._check(ref, layout, self._blobs.path(ref.digest))
         return True
 
     async def _move(self, ref: BlobRef, layout: Layout | None) -> None:
         """Store a received blob after checking it."""
         file = self._received.path(ref.digest)
         try:
-            await self._check(ref, layout, lambda _: file.read_bytes())
+            await self._check(ref, layout, file)
             await asyncio.to_thread(self._blobs.take, file)
         finally:
             file.unlink(missing_ok=True)
 
-    async def _check(self, ref: BlobRef, layout: Layout | None, read: Callable[[str], bytes]) -> None:
+    async def _check(self, ref: BlobRef, layout: Layout | None, file: Path) -> None:
         if layout is not None:
-            async with self._decoding:
-                self.norms[ref] = await asyncio.to_thread(lambda: codec.check(read(ref.digest), ref.codec, layout))
+            self.norms[ref] = await self._pool.norms(file, ref.codec, layout)
 
     async def _fetched(self, ref: BlobRef, device: str) -> bool:
         """Fetch a blob in one of the limited places; False: the device is silent and gives up its place."""
@@ -131,14 +136,6 @@ class Uploads:
                     raise
                 return False
         return True
-
-    def checked(self, ref: BlobRef, layout: Layout) -> codec.Norms:
-        """The norms of a stored update.
-
-        Raises:
-            ProtocolError: it does not consist of these tensors.
-        """
-        return codec.check(self._blobs.get(ref.digest), ref.codec, layout)
 
 
 def answer_to(order: Order, action: Action, report: Report, task: TaskSpec, signed: Plain | Signed) -> Result:

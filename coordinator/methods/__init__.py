@@ -51,9 +51,9 @@ Option = int | float | str | bool
 class MethodSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What every method needs to know.
 
-    `last`: number of the last round of training, where a run goes on after its end; None: that of `rounds`, by which
-    methods plan all the same. `participation`: share of the devices asked in a round. `train_on`: what trains networks
-    of the server's own.
+    `last`: number of the last round of training, if a run continues after its end; None: `rounds`, which methods plan
+    by in either case. `participation`: share of the devices asked in a round. `train_on`: what trains the server's own
+    networks.
     """
 
     rounds: Annotated[int, Meta(ge=0)] = 30
@@ -87,7 +87,7 @@ WeightDecay = Annotated[float, Meta(ge=0, le=1, description="Of the devices' SGD
 
 
 def settings_of(given: Struct, seed: int, options: Mapping[str, Option]) -> MethodSettings:
-    """The settings of a command as a method's: rounds, learning and codec, under equal names.
+    """A method's settings from those of a command: rounds, learning and codec have equal names.
 
     Raises:
         ConfigError: both steps and epochs are given.
@@ -105,7 +105,7 @@ def settings_of(given: Struct, seed: int, options: Mapping[str, Option]) -> Meth
 class RoundSummary(Struct, frozen=True, kw_only=True):
     """One line of a run's history. `accuracy`: mean over the cohort, own validation samples, received model.
 
-    `loss`: on the samples that they train on; None where the method does not ask for it.
+    `loss`: on the samples they train on; None if the method does not ask for it.
     """
 
     round: int
@@ -128,6 +128,12 @@ class State(Struct, frozen=True, kw_only=True):
     installed: dict[str, Installed] = {}
     sums: tuple[tuple[str, ...], ...] = ()
     descents: dict[str, Descent] = {}
+
+
+class ModelState(State, frozen=True, kw_only=True):
+    """State of a method with one model, `model`."""
+
+    model: BlobRef
 
 
 S = TypeVar("S", bound=State)
@@ -154,13 +160,14 @@ NO_DATA: Final = Server()
 class Method(Generic[S]):
     """One way to learn: the server half, over the steps that it composes.
 
-    A method of your own says its `name`, its `Options` if it has any, and three functions: `init`, `round`, `serves`.
-    By default R rounds of training are followed by one in which every device installs what it is served. A variant of
-    a method is a subclass that overrides what differs.
+    A method of your own says its `name`, its `Options` if it has any, and `round`. By default it has one model, and R
+    rounds of training are followed by one in which every device installs what it is served. With more models it has a
+    `State`, `init` and `serves` of its own. A variant of a method is a subclass that overrides what differs.
     """
 
     name: ClassVar[str]
     Options: ClassVar[type[Struct]] = NoOptions
+    State: ClassVar[type[Any]] = ModelState
     SELECTIONS: ClassVar[tuple[Selection, ...]] = ()
     """Who may choose the cohorts (`coordinator.selection`), the default first; empty: nobody does."""
     REFUSED: ClassVar[Mapping[str, str]] = {}
@@ -209,18 +216,20 @@ class Method(Generic[S]):
 
     def init(self, layout: Layout, model: BlobRef) -> S:
         """The state before round 1; `model` is the common initial model."""
-        raise NotImplementedError
+        state: S = self.State(round=0, layout=layout, model=model)
+        return state
 
     async def round(self, state: S, fleet: Fleet) -> S:
         """Train: do round `state.round + 1`."""
         raise NotImplementedError
 
-    def serves(self, state: S, device_id: str) -> BlobRef:
+    def serves(self, state: S, device_id: str) -> BlobRef:  # noqa: ARG002 - all the same
         """The shared model that the device would be given now (what it kept for itself comes on top of it)."""
-        raise NotImplementedError
+        model: BlobRef = state.model  # type: ignore[attr-defined] # as in a `ModelState`
+        return model
 
     def for_anybody(self, state: S) -> BlobRef:
-        """The shared model for a device that nothing is known of."""
+        """The shared model for an unknown device."""
         return self.serves(state, "")
 
     async def finish(self, state: S, fleet: Fleet) -> S:
@@ -228,7 +237,7 @@ class Method(Generic[S]):
         return await install(self, state, fleet)
 
     def recluster(self, _state: S) -> S | None:
-        """The state from which the next round makes all clusters anew; None: it has none, or none that it can now."""
+        """The state from which the next round remakes all clusters; None: there are none, or not now."""
         return None
 
     async def serve_late_joiners(self, state: S, fleet: Fleet) -> S:
@@ -246,14 +255,14 @@ class Method(Generic[S]):
         return self.init(layout, model)
 
     async def advance(self, state: S, fleet: Fleet) -> S:
-        """Do the next round, whatever it is, and say how devices come to the models of the state after it."""
+        """Do the next round, and note how devices get the models of the state after it."""
         fleet.descents = dict(state.descents) if self.settings.down == "int8" else None
         state = await self._advance(state, fleet)
         models = blobs_of(msgspec.structs.replace(state, descents={}))
         return msgspec.structs.replace(state, descents=leading_to(models, fleet.descents or {}))
 
     async def _advance(self, state: S, fleet: Fleet) -> S:
-        """The next round; with differential privacy devices tell nothing without noise."""
+        """The next round; under differential privacy devices tell nothing without noise."""
         if (privacy := self.settings.protection.privacy(self.settings.rounds)) is not None:
             fleet = AccountedFleet(fleet, privacy)
         if state.round == self.last:
@@ -273,7 +282,7 @@ class Method(Generic[S]):
         return msgspec.structs.replace(state, sums=tuple(dict.fromkeys(masked.sums)))
 
     def done(self, state: S) -> bool:
-        """Whether nothing is left to do: R rounds of training and the last one."""
+        """Whether all is done: R rounds of training and the last one."""
         return state.round > self.last
 
     @property
@@ -325,8 +334,8 @@ def method_class(name: str) -> type[Method[Any]]:
     kind = load_object(base) if ":" in base else known[base].load()
     if not (isinstance(kind, type) and issubclass(kind, Method)):
         raise ConfigError(f"{base} is no method: it must be a subclass of coordinator.methods.Method")
-    if missing := [name for name in ("init", "round", "serves") if getattr(kind, name) is getattr(Method, name)]:
-        raise ConfigError(f"{base} lacks {', '.join(missing)}: every method says what these do")
+    if kind.round is Method.round:
+        raise ConfigError(f"{base} lacks round: every method says what it does")
     return kind
 
 
@@ -370,7 +379,7 @@ def options_of(kind: type[Method[Any]], given: Mapping[str, Option]) -> tuple[St
 
 
 def words_of(hint: object) -> list[str]:
-    """The words that an option may be; none for one that takes text, numbers or truth values alone."""
+    """The words that an option accepts; none if it takes only text, numbers or truth values."""
     if get_origin(hint) is Literal:
         return [value for value in get_args(hint) if isinstance(value, str)]
     return [word for part in get_args(hint) for word in words_of(part)]
@@ -393,7 +402,7 @@ ATTEMPTS: Final = 3
 
 
 async def insist(fleet: Fleet, label: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
-    """`fleet.run`, and the same again, `ATTEMPTS` times in all, for the devices from which nothing acceptable came."""
+    """`fleet.run`, repeated for devices without an acceptable answer, `ATTEMPTS` times in all."""
     answers = await fleet.run(label, actions)
     for attempt in range(2, ATTEMPTS + 1):
         missing = {i: action for i, action in actions.items() if answers[i].result is None}
@@ -459,14 +468,14 @@ async def equip(method: Method[Any], state: S, fleet: Fleet, models: Mapping[str
 
 
 def next_release(fleet: Fleet) -> int:
-    """Of a bundle that the server makes: higher than any that a device of the fleet has had."""
+    """The release of a bundle that the server makes: higher than any that a device of the fleet has had."""
     return 1 + max((device.release for device in (*fleet.devices(), *fleet.inference_only())), default=0)
 
 
 async def _finished(
     method: Method[Any], state: State, fleet: Fleet, model: BlobRef, release: int
 ) -> InstallBundle | None:
-    """The model as a bundle; None where the network cannot be one, which is no reason to end a federation."""
+    """The model as a bundle; None if the network cannot be exported, which does not end the federation."""
     own = fleet.get(model, state.layout)
     try:
         files = await asyncio.to_thread(
@@ -479,19 +488,19 @@ async def _finished(
 
 
 def results(answers: Mapping[str, Answer], kind: type[R]) -> dict[str, R]:
-    """What came of one kind, by ascending device id."""
+    """The results of one kind, by ascending device id."""
     return {i: a.result for i, a in answers.items() if isinstance(a.result, kind)}
 
 
 def round_rng(settings: MethodSettings, round_number: int) -> np.random.Generator:
-    """The random numbers of one round, the same whenever it is run."""
+    """The random numbers of one round, the same each time it is run."""
     return np.random.default_rng((settings.seed, round_number))
 
 
 def steps_alone(device: Device, sgd: Sgd) -> int:
-    """Steps of a participation, for what a device learns alone from all of its samples, sensitive ones, too.
+    """Steps of a participation in which a device learns alone from all of its samples, also the sensitive ones.
 
-    It tells only how many are not sensitive; of one that has none of those a pass is a batch.
+    A device tells only how many are not sensitive; if there are none, a pass counts as one batch.
     """
     return sgd.steps_for(device.n_samples or sgd.batch_size)
 
@@ -507,7 +516,7 @@ def sizes(updates: Mapping[str, Trained]) -> list[int]:
 
 
 def owner(key: str) -> str:
-    """The device of an update: updates go by device id, and where a device may have sent several by ID/NUMBER."""
+    """The device of an update. Keys are device ids, or ID/NUMBER if a device may have sent several."""
     return key.partition("/")[0]
 
 
@@ -541,7 +550,7 @@ def summarise(round_number: int, asked: int, updates: Mapping[str, Trained]) -> 
 
 
 def mean_loss(updates: Collection[Trained]) -> float | None:
-    """n_i-weighted mean of loss_before; None without updates, and where one of them does not tell it."""
+    """n_i-weighted mean of loss_before; None without updates, or if one of them does not tell it."""
     n = sum(u.n_samples for u in updates)
     losses = [u.n_samples / n * u.loss_before for u in updates if u.loss_before is not None]
     return sum(losses) if losses and len(losses) == len(updates) else None

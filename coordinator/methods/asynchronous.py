@@ -40,22 +40,22 @@ class Buffer:
 
     @property
     def discounts(self) -> dict[str, float]:
-        """Of each update s(tau)."""
+        """s(tau) of each update."""
         return {key: discount(tau) for key, tau in self.staleness.items()}
 
 
 def discount(tau: int) -> float:
-    """s(tau) = 1 / sqrt(1 + tau): what an update counts that is tau steps old."""
+    """s(tau) = 1 / sqrt(1 + tau): the weight of an update that is tau steps old."""
     return float(1 / np.sqrt(1 + tau))
 
 
 async def buffered(
     method: Method[Any], state: State, fleet: Fleet, seen: Sequence[Seen], size: int, order: Callable[[str], Train]
 ) -> Buffer:
-    """The next `size` updates, however old they are; fewer where nobody works any more.
+    """The next `size` updates, however old they are; fewer if nobody works any more.
 
-    `--participation` is the share of the devices that work at a time. Whenever one has answered another one begins,
-    drawn among those that are idle. Who did not do what it was asked is not asked again in this step.
+    `--participation` is the share of the devices that work at a time. Whenever one answers, another one begins, drawn
+    from those that are idle. A device that failed or declined is not asked again in this step.
     """
     r, settings, measures = state.round + 1, method.settings, list(seen)
     rng = round_rng(settings, r)

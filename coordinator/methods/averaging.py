@@ -15,7 +15,7 @@ from coordinator.aggregation.guarded import believed, guarded_averages, shortene
 from coordinator.aggregation.mean import BLOCK, Factors, cluster_averages
 from coordinator.clustering import mctc
 from coordinator.fleet import Fleet
-from coordinator.fleet.relayed import RelayFleet, StandIn
+from coordinator.fleet.sites import Sites
 from coordinator.methods import Method
 from fedge.messages import BlobRef
 from fedge.tensors import Layout, Model
@@ -55,7 +55,7 @@ async def averages(
     whose: Collection[str] = (),
     discounts: Mapping[str, float] = FRESH,
 ) -> tuple[Average | None, ...]:
-    """Average updates within clusters. Those of devices behind relays are summed on their sites.
+    """Average updates within clusters. Those that lie on sites are summed there.
 
     Args:
         method: whose settings say how.
@@ -66,7 +66,7 @@ async def averages(
         alike: every device counts as one, whatever it learned from.
         note: is shown the directions of updates.
         whose: devices whose directions it is shown.
-        discounts: by what changes are multiplied, of some updates that are here; lengths are bounded before that.
+        discounts: by what changes are multiplied, of some updates; lengths are bounded before that.
 
     Returns:
         The average of each cluster; None where it has no members, or no site of theirs has answered.
@@ -84,12 +84,16 @@ async def averages(
 
     sizes = [1 if alike else u.n_samples for u in updates.values()]
     protection = method.settings.protection
-    far = fleet.sites.held({i: u.update for i, u in updates.items()}) if fleet.sites else {}
+    summable = protection.average in {"mean", "clipped"}
+    far = fleet.sites.held({i: u.update for i, u in updates.items()}) if fleet.sites and summable else {}
     if not fleet.sites or not far:
         return guarded_averages(changes(ids), norms, sizes, positions, layout, protection)
     weights = dict(zip(ids, believed(sizes, protection), strict=True))
     clipped = protection.average == "clipped"
-    factors = shortened(norms, list(weights.values()), positions) if clipped else {}
+    factors = dict(shortened(norms, list(weights.values()), positions)) if clipped else {}
+    for k, p in [(k, p) for k, own in enumerate(positions) for p in own if ids[p] in far and ids[p] in discounts]:
+        of_params, of_buffers = factors.get((k, p), (1.0, 1.0))
+        factors[k, p] = discounts[ids[p]] * of_params, of_buffers
     near = changes([i for i in ids if i not in far])
     return await _over_sites(fleet.sites, far, near, weights, positions, factors, layout, note, whose)
 
@@ -110,8 +114,8 @@ def _read(refs: Iterator[BlobRef], fleet: Fleet, layout: Layout) -> Iterator[Mod
 
 
 async def _over_sites(
-    sites: RelayFleet,
-    far: Mapping[str, StandIn],
+    sites: Sites,
+    far: Mapping[str, Any],
     near: Iterator[Model],
     weights: Mapping[str, float],
     positions: Sequence[Sequence[int]],

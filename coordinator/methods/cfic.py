@@ -121,6 +121,7 @@ class Cfic(Method[CficState]):
 
     name = "cfic"
     Options: ClassVar[type[Struct]] = Options
+    State = CficState
     SELECTIONS = ("stratified", "ccmab", "uniform", "fastest")
     UNPROTECTED: ClassVar[Mapping[Guard, str]] = {"dp": without_noise((DescribeLabels, "feature"))}
     NO_RELAYS: ClassVar[Mapping[str, str]] = {"clustering=mctc": "it clusters by each device's update"}
@@ -140,10 +141,6 @@ class Cfic(Method[CficState]):
         self._unknown = 0 if self._by_label else settings.rounds // 3  # rounds in which no device has a cluster
         self._bandit = bandit_of(settings)
 
-    def init(self, layout: Layout, model: BlobRef) -> CficState:
-        """The state before round 1."""
-        return CficState(round=0, layout=layout, model=model)
-
     def recluster(self, state: CficState) -> CficState | None:
         """All devices are asked again what their clusters are made of."""
         return msgspec.structs.replace(
@@ -161,7 +158,7 @@ class Cfic(Method[CficState]):
         start, sgd, codec = Start(model=state.model), self.settings.sgd, self.settings.codec
         order = Train(starts=(start,), sgd=sgd, codec=codec, measure=bool(choices))
         state, answers = await ask(state, fleet, r, "train", dict.fromkeys(cohort, order))
-        bandits = {str(k - 1): bandit for k, bandit in bandits_after(choices, answers, self._bandit).items()}
+        bandits = {str(k - 1): bandit for k, bandit in bandits_after(choices, answers).items()}
         state = msgspec.structs.replace(state, bandits=state.bandits | bandits)
         updates = accepted(answers)
         trained = {device.id: device for device in fleet.devices() if device.id in updates}
@@ -221,13 +218,11 @@ class Cfic(Method[CficState]):
             return state
         ids = list(state.directions or state.profiles)
         old = {NO_FEATURE: [i for i in new if i not in state.described]} | clusters(state, state.described)
-        found = self._found(state, fleet)
-        heirs = (
-            aidc.inherit([[ids.index(i) for i in members] for members in old.values()], found).bandits if old else ()
-        )
+        found = [[ids[position] for position in members] for members in self._found(state, fleet)]
+        heirs = aidc.inherit(list(old.values()), found)
         kept = {str(k): str(list(old)[heir]) for k, heir in enumerate(heirs) if heir is not None}
         told = state.described | {i: described(asked[i], 0) for i in new}
-        numbers = {ids[p]: k for k, members in enumerate(found) for p in members}
+        numbers = {i: k for k, members in enumerate(found) for i in members}
         return msgspec.structs.replace(
             state,
             described={i: msgspec.structs.replace(told[i], feature=numbers[i]) for i in ids},
@@ -294,10 +289,6 @@ class Cfic(Method[CficState]):
     def direction(self, changes: Sequence[Vector], sizes: Sequence[float], layout: Layout) -> Vector:  # noqa: ARG002
         """Where the clusters go, dir (section 6); `layout`: of the changes, for variants."""
         return mean_direction(changes, sizes)
-
-    def serves(self, state: CficState, device_id: str) -> BlobRef:  # noqa: ARG002 - all the same
-        """The global model."""
-        return state.model
 
     def summary(self, state: CficState) -> dict[str, Any]:
         """History, clusters by label feature, selection counts, bundles."""

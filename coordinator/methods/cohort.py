@@ -51,9 +51,9 @@ class Cohort:
 async def train_cohort(
     method: Method[Any], state: C, fleet: Fleet, model: BlobRef, order: Callable[[str], Train]
 ) -> tuple[C, int, dict[str, Trained]]:
-    """Have a cohort train `model`, or ones as large, each device by its order.
+    """Have a cohort train `model`, or models of its size, each device by its order.
 
-    Losses and gradient norms are wanted where the bandit learns from them.
+    Losses and gradient norms are measured only for the bandit.
 
     Returns:
         The state with what the round told about the devices; how many were asked; what they learned.
@@ -64,13 +64,14 @@ async def train_cohort(
         tell_choices(fleet, {0: cohort.held})
     else:
         tell_draw(fleet, cohort.ids, [device.id for device in fleet.devices()])
-    orders = {i: msgspec.structs.replace(order(i), measure=measure) for i in cohort.ids}
-    answers = await fleet.run("train", orders)
-    return learned(method.selection, state, cohort, answers, method.settings), len(orders), accepted(answers)
+    own = {i: order(i) for i in cohort.ids}
+    measured = {id(each): msgspec.structs.replace(each, measure=measure) for each in own.values()}
+    answers = await fleet.run("train", {i: measured[id(each)] for i, each in own.items()})  # equal ones stay one object
+    return learned(method.selection, state, cohort, answers), len(own), accepted(answers)
 
 
 def bandit_of(settings: MethodSettings) -> ccmab.Settings:
-    """The bandits' settings of a method that has no options for them; without deadline where everybody is to train."""
+    """Settings of the bandits of a method without options for them; no deadline if everybody is to train."""
     everybody = settings.participation == 1
     return ccmab.Settings(quota=settings.participation, deadline_s=math.inf if everybody else None)
 
@@ -78,7 +79,7 @@ def bandit_of(settings: MethodSettings) -> ccmab.Settings:
 def drawn(
     how: Selection | None, state: ChoosingState, devices: Sequence[Device], settings: MethodSettings, model: BlobRef
 ) -> Cohort:
-    """Who trains `model`, or one as large, in round `state.round + 1`."""
+    """The devices that train `model`, or one of its size, in round `state.round + 1`."""
     if how == "ccmab":
         arms = [arm(device, settings.sgd, model) for device in devices]
         held = ccmab.select(state.bandit, arms, bandit_of(settings))
@@ -91,18 +92,16 @@ def drawn(
     return Cohort(fastest(ids, n, state.seconds, clocks))
 
 
-def learned(
-    how: Selection | None, state: C, cohort: Cohort, answers: Mapping[str, Answer], settings: MethodSettings
-) -> C:
+def learned(how: Selection | None, state: C, cohort: Cohort, answers: Mapping[str, Answer]) -> C:
     """What a round tells about the devices."""
     if cohort.held is not None:
-        bandit = observed(cohort.held[1], cohort.held[0], answers, bandit_of(settings))
+        bandit = observed(cohort.held[1], cohort.held[0], answers)
         return msgspec.structs.replace(state, bandit=bandit)
     return msgspec.structs.replace(state, seconds=state.seconds | times(answers)) if how == "fastest" else state
 
 
 def times(answers: Mapping[str, Answer]) -> dict[str, float]:
-    """How long each device took; infinity where nothing came of it, nothing where it declined."""
+    """How long each device took; infinity if it failed. Devices that declined are left out."""
     return {
         i: answer.seconds if i in accepted({i: answer}) else math.inf
         for i, answer in answers.items()

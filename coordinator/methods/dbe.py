@@ -17,6 +17,7 @@ from msgspec import Meta, Struct
 from coordinator.aggregation.guarded import guarded_averages
 from coordinator.fleet import Fleet
 from coordinator.methods import results
+from coordinator.methods.cohort import NO_CLUSTERS
 from coordinator.methods.personal_layers import PersonalLayers, PersonalState
 from coordinator.protection import Guard, without_noise
 from fedge.codec import norms_of
@@ -29,9 +30,8 @@ from fedge.tensors import HEAD, Layout, Model, TensorInfo
 
 
 class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`feature_momentum`: m, of the running mean of the features; `kappa`: weight of the regulariser."""
+    """`kappa`: weight of the regulariser."""
 
-    feature_momentum: Annotated[float, Meta(gt=0, le=1)] = 1.0
     kappa: Annotated[float, Meta(ge=0)] = 1.0
 
 
@@ -48,6 +48,9 @@ class Dbe(PersonalLayers[DbeState]):
     State: ClassVar[type[DbeState]] = DbeState
     Options: ClassVar[type[Struct]] = Options
     needs_head = True
+    REFUSED: ClassVar[Mapping[str, str]] = NO_CLUSTERS | {
+        "feature_momentum": "the mean is that of the present batch, which is momentum 1; kappa says how much it counts"
+    }
     UNPROTECTED: ClassVar[Mapping[Guard, str]] = {"dp": without_noise((MeanFeatures, "mean"), (TrainDbe, "update"))}
 
     def init(self, layout: Layout, model: BlobRef) -> DbeState:
@@ -67,8 +70,7 @@ class Dbe(PersonalLayers[DbeState]):
         """The vector P_i learns from the round on in which g is known."""
         if state.global_mean is None:
             return Train(**common)
-        o = self.options
-        return TrainDbe(global_mean=state.global_mean, momentum=o.feature_momentum, kappa=o.kappa, **common)
+        return TrainDbe(global_mean=state.global_mean, kappa=self.options.kappa, **common)
 
     async def round(self, state: DbeState, fleet: Fleet) -> DbeState:
         """One round of training, with the measurement of g at the end of the first."""

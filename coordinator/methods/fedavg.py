@@ -38,10 +38,7 @@ class FedAvg(Method[FedAvgState]):
     SELECTIONS = SELECTIONS
     REFUSED: ClassVar[Mapping[str, str]] = NO_CLUSTERS
     SUMS = "samples"
-
-    def init(self, layout: Layout, model: BlobRef) -> FedAvgState:
-        """The state before round 1."""
-        return FedAvgState(round=0, layout=layout, model=model)
+    State = FedAvgState
 
     def sgd(self) -> Sgd:
         """Of the devices."""
@@ -55,10 +52,6 @@ class FedAvg(Method[FedAvgState]):
         """One round of Algorithm 1."""
         order = Train(starts=(Start(model=state.model),), sgd=self.sgd(), codec=self.settings.codec)
         return await train(self, state, fleet, order, state.layout, gamma=self.gamma())
-
-    def serves(self, state: FedAvgState, device_id: str) -> BlobRef:  # noqa: ARG002 - all the same
-        """The global model."""
-        return state.model
 
 
 async def train(method: Method[Any], state: F, fleet: Fleet, order: Train, layout: Layout, *, gamma: float = 0.0) -> F:

@@ -18,14 +18,13 @@ import numpy as np
 from msgspec import Meta, Struct
 
 from coordinator.fleet import Fleet, Seen
-from coordinator.methods import Method, State, round_done
+from coordinator.methods import Method, ModelState, round_done
 from coordinator.methods.asynchronous import ONE_BY_ONE, Buffer, buffered
 from coordinator.methods.averaging import average
 from coordinator.methods.cohort import NO_CLUSTERS
 from coordinator.methods.server_optimizer import ServerModel, stepped
 from fedge.messages import BlobRef
 from fedge.steps.train import Start, Train
-from fedge.tensors import Layout
 
 
 class FedBuffOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -34,10 +33,9 @@ class FedBuffOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     buffer: Annotated[int, Meta(ge=1, le=10_000)] = 10
 
 
-class FedBuffState(State, frozen=True, kw_only=True):
+class FedBuffState(ModelState, frozen=True, kw_only=True):
     """`model`: w. `staleness`: mean tau of the last step. `seen`: the latest updates."""
 
-    model: BlobRef
     staleness: float = 0.0
     seen: tuple[Seen, ...] = ()
 
@@ -47,15 +45,12 @@ class FedBuff(Method[FedBuffState]):
 
     name = "fedbuff"
     Options: ClassVar[type[Struct]] = FedBuffOptions
+    State = FedBuffState
     REFUSED: ClassVar[Mapping[str, str]] = {
         "clustering": NO_CLUSTERS["clustering"],
         "selection": "nobody is chosen for a step: devices that are idle are drawn",
     }
     NO_RELAYS: ClassVar[Mapping[str, str]] = {"": ONE_BY_ONE}
-
-    def init(self, layout: Layout, model: BlobRef) -> FedBuffState:
-        """The state before the first step."""
-        return FedBuffState(round=0, layout=layout, model=model)
 
     async def round(self, state: FedBuffState, fleet: Fleet) -> FedBuffState:
         """Fill the buffer, step."""
@@ -76,10 +71,6 @@ class FedBuff(Method[FedBuffState]):
         """The model after a step."""
         mean = await average(self, fleet, buffer.updates, state.layout, alike=True, discounts=buffer.discounts)
         return stepped(ServerModel(model=state.model), mean, state.layout, fleet, gamma=0.0).model
-
-    def serves(self, state: FedBuffState, device_id: str) -> BlobRef:  # noqa: ARG002 - all the same
-        """The newest model."""
-        return state.model
 
     def summary(self, state: FedBuffState) -> dict[str, Any]:
         """With the staleness of the last step."""

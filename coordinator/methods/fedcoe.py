@@ -75,19 +75,13 @@ PRESETS: Final = {
 class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`preset`: as section 5 repairs it, or as printed. `tau`: tau_E = tau_C, of experts and clients.
 
-    `n_experts`: K. `n_top`: N_top; 0: half of the clients of a round, rounded up. `assemble`: what new clients get, one
-    model of mixed parameters or the best two experts.
+    `n_experts`: K. `assemble`: what new clients get, one model of mixed parameters or the best two experts.
     """
 
     preset: Literal["repaired", "printed"] = "repaired"
     n_experts: Annotated[int, Meta(ge=1)] = 5
-    n_top: Annotated[int, Meta(ge=0)] = 0
     tau: Share | None = None
     assemble: Literal["parameters", "functions"] = "parameters"
-
-    def __post_init__(self) -> None:
-        if self.n_experts == 1 and self.n_top:
-            raise ValueError("n_top changes nothing with n_experts=1: all clients feed the one expert")
 
 
 ABLATION: Final = "it only remade a row of fedcoe.md section 12: benchmarks/papers/fedcoe.py has it as a class"
@@ -134,6 +128,7 @@ class FedCoE(Method[FedCoEState]):
         **dict.fromkeys(("suitability_temperature", "ranking"), PRESET),
         **dict.fromkeys(("gate", "profile_prior", "refresh_every", "trunk"), ABLATION),
         **dict.fromkeys(("tau_e", "tau_c"), "tau sets both"),
+        "n_top": "N_top is half of the clients of a round, as in the paper; n_experts says how many experts they feed",
         "weight_decay": "--weight-decay sets it for every method",
         **dict.fromkeys(("delta", "pretraining_epochs", "refresh_epochs", "size_weighting", "top"), DEFAULT_STANDS),
     }
@@ -253,7 +248,8 @@ class FedCoE(Method[FedCoEState]):
         p = self._routing(state, fleet)  # Eq. 6
         m = correlation.correlation(p, a)  # Eq. 7
         m_e, m_c = correlation.by_expert(m), correlation.by_client(m)  # Eq. 8
-        selected = correlation.select(m_c if self.preset.ranking == "affinity" else m_e, self._n_top(len(valid)))
+        n_top = len(valid) if self.options.n_experts == 1 else -(-len(valid) // 2)  # one expert: all (section 11)
+        selected = correlation.select(m_c if self.preset.ranking == "affinity" else m_e, n_top)
         w = correlation.expert_weights(m, selected)  # Eq. 10
         old = self._experts(state, fleet)
         towards = correlation.mixed(clients(), w)
@@ -274,12 +270,6 @@ class FedCoE(Method[FedCoEState]):
             clients=dict(sorted((state.clients | own).items())),
             diagnostics=(*state.diagnostics, diagnostics),
         )
-
-    def _n_top(self, n_clients: int) -> int:
-        """N_top; with one expert all are its clients (section 11)."""
-        if self.options.n_experts == 1:
-            return n_clients
-        return self.options.n_top or -(-n_clients // 2)
 
     def _trained(
         self,

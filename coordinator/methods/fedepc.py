@@ -53,11 +53,15 @@ from coordinator.methods.grouping import (
     arm,
     describing,
     embedded,
+    has_changed,
     observed,
     of_directions,
     of_one_length,
+    place,
     tell_choices,
     told_directions,
+    unit_of,
+    vectors_of,
 )
 from coordinator.methods.server_optimizer import ServerModel, stepped
 from coordinator.methods.unresponsive import AskingState, ask, awake
@@ -291,7 +295,7 @@ class FedEpc(Method[FedEpcState]):
     def _arrange(self, state: FedEpcState, new: dict[str, Description], fleet: Fleet) -> FedEpcState:
         """4.6: who is new, or whose data changed, is placed; all clusters anew at first, and after many moves."""
         described = of_one_length(state.described, new)
-        unit = self._unit(state, described.values())
+        unit = state.unit or unit_of(described.values())  # None: nothing tells devices apart, so all form one cluster
         strangers = [i for i in new if i in described and self._is_strange(state.described.get(i), new[i], unit)]
         state = msgspec.structs.replace(
             state,
@@ -305,34 +309,24 @@ class FedEpc(Method[FedEpcState]):
             state = msgspec.structs.replace(state, clusters=self._joined(state, stranger, unit, fleet))
         return state
 
-    def _unit(self, state: FedEpcState, described: Iterable[Description]) -> float | None:
-        """D_ref (4.1); None where the extractor tells no devices apart, so that all form one cluster."""
-        if state.unit is not None:
-            return state.unit
-        try:
-            return aidc.split_half_unit([d.halves for d in described if d.halves is not None])
-        except ValueError:
-            return None
-
     def _is_strange(self, before: Description | None, now: Description, unit: float | None) -> bool:
         """4.6, point 3: whether a device is new, or so different from before that it must be placed again."""
         if before is None or self._by_label:
             return before is None or before.label != now.label
         if now.direction is not None:  # of other data: it may point anywhere
             return now.direction != before.direction
-        old, new = np.array(before.profile), np.array(now.profile)
-        return unit is not None and aidc.has_changed(old, new, unit=unit)
+        return unit is not None and has_changed(before, now, unit)
 
     def _remade(self, state: FedEpcState, unit: float | None, fleet: Fleet) -> FedEpcState:
         """4.6, point 4: all clusters anew; each inherits models, and the bandit of the cluster it overlaps most."""
         ids = list(state.described)
-        found = self._clusters(list(state.described.values()), unit, fleet)
-        old = [[ids.index(i) for i in cluster.members] for cluster in state.clusters]
-        heirs = aidc.inherit(old, found).bandits if old else (None,) * len(found)
+        positions = self._clusters(list(state.described.values()), unit, fleet)
+        found = [tuple(ids[i] for i in members) for members in positions]
+        heirs = aidc.inherit([cluster.members for cluster in state.clusters], found)
         clusters = tuple(
             Cluster(
-                members=tuple(ids[i] for i in members),
-                model=inherited([ids[i] for i in members], state, fleet),
+                members=members,
+                model=inherited(members, state, fleet),
                 bandit=ccmab.State() if heir is None else state.clusters[heir].bandit,
             )
             for members, heir in zip(found, heirs, strict=True)
@@ -350,17 +344,17 @@ class FedEpc(Method[FedEpcState]):
         elif unit is None or len(described) < 2:
             return aidc.numbered([range(len(described))])
         else:
-            features = Profiles(vectors=profiles_of(described), unit=unit)
+            features = Profiles(vectors=vectors_of(described), unit=unit)
         rng = np.random.default_rng(self.settings.seed)
         return find_clusters(options.clustering, features, rng=rng, n_clusters=options.n_clusters).clusters
 
     def _joined(self, state: FedEpcState, stranger: str, unit: float | None, fleet: Fleet) -> tuple[Cluster, ...]:
         """4.6, point 1: the stranger joins a cluster, which is open again, or founds one."""
-        place = self._place(state, stranger, unit, fleet)
-        if place.cluster is None:
-            model = state.shared if place.nearest is None else state.clusters[place.nearest].model
+        spot = self._place(state, stranger, unit, fleet)
+        if spot.cluster is None:
+            model = state.shared if spot.nearest is None else state.clusters[spot.nearest].model
             return (*state.clusters, Cluster(members=(stranger,), model=model))
-        host = state.clusters[place.cluster]
+        host = state.clusters[spot.cluster]
         joined = msgspec.structs.replace(
             host, members=tuple(sorted((*host.members, stranger))), losses=(), converged=False
         )
@@ -372,20 +366,15 @@ class FedEpc(Method[FedEpcState]):
         if self._by_label:
             same = [k for k, c in enumerate(state.clusters) if state.described[c.members[0]].label == mine.label]
             return Place(same[0] if same else None, None)
-        ids = [i for cluster in state.clusters for i in cluster.members]
         if self.options.clustering == "mctc":
+            ids = [i for cluster in state.clusters for i in cluster.members]
             z = embedded(directions_of(state.described[i] for i in (*ids, stranger)), fleet)
             means = np.stack([z[[ids.index(i) for i in cluster.members]].mean(axis=0) for cluster in state.clusters])
             nearest = int(mctc.cosines(z[-1:], means).argmax())
             return Place(nearest, nearest)
         if unit is None:
             return Place(0, 0)
-        return aidc.place(
-            np.array(mine.profile),
-            profiles_of([state.described[i] for i in ids]),
-            [[ids.index(i) for i in cluster.members] for cluster in state.clusters],
-            unit=unit,
-        )
+        return place(stranger, state.described, [cluster.members for cluster in state.clusters], unit)
 
     # ------------------------------------------------------------- sections 5 and 6: selection, training, the mean
 
@@ -404,7 +393,7 @@ class FedEpc(Method[FedEpcState]):
             own = [updates[i] for i in selection.ids if i in updates]
             cluster = msgspec.structs.replace(
                 clusters[k],
-                bandit=observed(bandit, selection, answers, self._bandit),
+                bandit=observed(bandit, selection, answers),
                 visited=r if selection.ids else clusters[k].visited,
             )
             if mean is not None and len(own) >= min(self.settings.min_reports, len(selection.ids)):
@@ -491,11 +480,6 @@ def descriptions(answers: Mapping[str, Answer], n_samples: Mapping[str, int]) ->
         for i, said in results(answers, Profiled).items()
     }
     return labels | profiles
-
-
-def profiles_of(described: Iterable[Description]) -> Vectors:
-    """Profiles as an array (N, q)."""
-    return np.array([d.profile for d in described])
 
 
 def directions_of(described: Iterable[Description]) -> list[BlobRef]:

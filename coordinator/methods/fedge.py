@@ -19,8 +19,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 
 import msgspec
 import numpy as np
-from msgspec import UNSET, Meta, Struct
-from numpy.typing import NDArray
+from msgspec import Meta, Struct
 
 from coordinator.aggregation.pooled import pooled_choice, pooled_weights
 from coordinator.aggregation.trial import trial_statistic, wants_split
@@ -46,13 +45,18 @@ from coordinator.methods.asynchronous import ONE_BY_ONE, buffered
 from coordinator.methods.averaging import FRESH, average, averages
 from coordinator.methods.cohort import bandit_of
 from coordinator.methods.grouping import (
+    ONE_GROUP,
     Choices,
     arm,
     bandits_after,
     chosen,
+    has_changed,
     newly_profiled,
     of_one_length,
+    place,
     tell_choices,
+    unit_of,
+    vectors_of,
 )
 from coordinator.methods.server_optimizer import ServerModel, stepped
 from coordinator.methods.unresponsive import AskingState, ask, awake
@@ -197,8 +201,6 @@ class Fedge(Method[FedgeState]):
     """How often the pooled weights move to the mean of the devices' (section 8)."""
     LOCAL: ClassVar[bool] = True
     """Whether there is a local model to try."""
-    CLASS_MEANS: ClassVar[float] = 0.0
-    """lambda: how strongly training draws features to the device's own class means (section 4.1); 0: not at all."""
 
     def __init__(self, settings: MethodSettings, server: Server = NO_DATA) -> None:
         super().__init__(settings, server)
@@ -229,7 +231,7 @@ class Fedge(Method[FedgeState]):
         orders = {i: self._order(state, i, r, measure=bool(choices)) for i in cohort}
         state, answers = await ask(state, fleet, r, "train", orders)
         updates = accepted(answers)
-        bandits = dict(enumerate(state.bandits)) | bandits_after(choices, answers, self._bandit)
+        bandits = dict(enumerate(state.bandits)) | bandits_after(choices, answers)
         state = msgspec.structs.replace(state, bandits=tuple(bandits.values()))
         if len(updates) >= self.settings.min_reports:
             if state.experts:
@@ -272,7 +274,7 @@ class Fedge(Method[FedgeState]):
         return round_done(state, buffer.asked, updates, primary=state.primary | looked_up(state, updates, r))
 
     def _together(self, r: int) -> bool:
-        """Whether a round of an asynchronous run asks everybody and waits: clusters and trial rest on it."""
+        """Whether a round of an asynchronous run asks everybody and waits, as clusters and trial need."""
         return self._trial - CLUSTERING < r <= self._trial
 
     @property
@@ -286,7 +288,7 @@ class Fedge(Method[FedgeState]):
         return not state.experts and r == self._trial
 
     def _select(self, state: FedgeState, present: Mapping[str, Device], r: int) -> Choices:
-        """FedEPC section 5, in each group; nothing before there are groups, or without the bandit's deadline."""
+        """FedEPC section 5 in each group; empty before there are groups, or with uniform selection."""
         assert self.selection is not None
         if self.selection == "uniform":
             return {}
@@ -303,16 +305,16 @@ class Fedge(Method[FedgeState]):
         )
 
     def _panel(self, present: Collection[str]) -> list[str]:
-        """Everybody who is there; of more than `PANEL` devices so many, the same ones in every round (section 4)."""
+        """All present devices; if there are more than `PANEL`, that many, the same in every round (section 4)."""
         if len(present) <= PANEL:
             return list(present)
         lots = {i: hashlib.sha256(f"{self.settings.seed}.{i}".encode()).digest() for i in present}
         return sorted(sorted(present, key=lots.__getitem__)[:PANEL])
 
     def _cohort(self, state: FedgeState, choices: Choices, present: Mapping[str, Device], r: int) -> list[str]:
-        """Whom `choose` chose; without it a draw within each group; everybody before there are groups.
+        """The devices that `choose` chose; else a draw within each group; everybody before there are groups.
 
-        Devices whose owners withhold profiles have samples, but no group: they are one that is always drawn from.
+        Devices whose owners withhold profiles are in no group: they form one of their own that is always drawn from.
         """
         grouped = {i for group in state.groups for i in group}
         others = [i for i, d in present.items() if i not in grouped and d.n_samples and Reveals.PROFILE in d.withholds]
@@ -326,12 +328,8 @@ class Fedge(Method[FedgeState]):
 
     def _order(self, state: FedgeState, device_id: str, r: int, *, measure: bool) -> Train:
         """`measure`: for the bandits alone."""
-        sgd, codec = self.settings.sgd, self.settings.codec
-        draws = r > 1 and any(info.layer == "head" for info in state.layout.tensors)
-        means = self.CLASS_MEANS if draws else 0
-        return Train(
-            starts=starts(state, device_id, r), sgd=sgd, codec=codec, measure=measure, class_means=means or UNSET
-        )
+        settings = self.settings
+        return Train(starts=starts(state, device_id, r), sgd=settings.sgd, codec=settings.codec, measure=measure)
 
     async def _split(self, state: FedgeState, fleet: Fleet, r: int) -> FedgeState:
         """Section 5: clusters of the mean unit updates; experts only if the trial, or the option `split`, says so."""
@@ -367,7 +365,7 @@ class Fedge(Method[FedgeState]):
         return msgspec.structs.replace(state, directions=None, last={}, trial=trial, experts=experts)
 
     def gamma(self, discounts: Collection[float]) -> float:
-        """Section 4.2: the momentum of a step with updates that count so much; of a synchronous round the option's."""
+        """Section 4.2: the momentum of a step whose updates are discounted; else that of the option."""
         return float(self.options.gamma) * (sum(discounts) / len(discounts) if discounts else 1.0)
 
     def splits(self, statistic: float | None, separability: float, n_devices: int) -> bool:
@@ -377,7 +375,7 @@ class Fedge(Method[FedgeState]):
         return bool(self.options.split == "always")
 
     async def serve_late_joiners(self, state: FedgeState, fleet: Fleet) -> FedgeState:
-        """For each device that comes after the last round: a mixture, or where it does not train the global model."""
+        """A mixture for each device that joins after the last round; the global model if it does not train."""
         if state.pool is not None:
             state = await self._joined(state, fleet, state.pool, state.round + 1)
         return await equip(self, state, fleet, for_inference(state, fleet))
@@ -387,8 +385,8 @@ class Fedge(Method[FedgeState]):
     async def _personalised(self, state: FedgeState, fleet: Fleet, r: int) -> FedgeState:
         """Sections 6 to 11: devices fit candidates, weights, energy and gate; sums of losses and weights are pooled.
 
-        Whoever took part, or has fitted candidates, and is unresponsive now, is asked once more: without a mixture all
-        of its work was for nothing.
+        Devices that took part but are unresponsive now are asked once more: without a mixture all of their work was
+        for nothing.
         """
         asked = awake(state, fleet, r).keys() | state.participations.keys()
         devices = {device.id: device for device in fleet.devices() if device.id in asked}
@@ -438,10 +436,10 @@ class Fedge(Method[FedgeState]):
         return msgspec.structs.replace(state, pool=pool, installed=results(answers, Installed))
 
     async def _joined(self, state: FedgeState, fleet: Fleet, pool: Pool, r: int) -> FedgeState:
-        """Section 12: who comes after the end fits its candidates with what was pooled, without any round.
+        """Section 12: a device that joins after the end fits its candidates with what was pooled, without any round.
 
-        So does who has a bundle and sees other data now, after it was profiled and placed anew; the new bundle's
-        release is higher, so that it replaces the old.
+        So does a device whose data drifted, after it was profiled and placed anew; its new bundle has a higher release,
+        and so replaces the old one.
         """
         state = await seen_anew(state, fleet, r)
         new = [device for device in fleet.devices() if device.id not in state.installed or device.drift]
@@ -477,7 +475,7 @@ class Fedge(Method[FedgeState]):
         )
 
     def calibrate(self, role: Role, fitted: Iterable[CandidatesFitted], *, pooling: bool) -> Calibration:
-        """Section 7: the (T, kappa) with the smallest pooled loss; section 12's where too few samples speak."""
+        """Section 7: the (T, kappa) with the smallest pooled loss; that of section 12 if there are too few samples."""
         if not pooling:
             return Calibration(temperature=1.0, kappa=1.0 if role.is_shared else 0.0)
         points = grid(role)
@@ -490,7 +488,7 @@ class Fedge(Method[FedgeState]):
         return True
 
     def mixed(self, roles: list[Role]) -> list[Role]:
-        """Those of the devices' candidates that the mixture is made of, at least one."""
+        """The candidates that the mixture is made of, at least one."""
         return roles
 
     def takes_local(self, mixed: Collection[Role], piloted: Sequence[EnergyFitted]) -> bool:  # noqa: ARG002
@@ -502,9 +500,9 @@ class Fedge(Method[FedgeState]):
         return BETAS[pooled_choice(losses)] if losses else 0.0
 
     def mixture(self, pool: Pool, fitted: CandidatesFitted) -> FitGate:
-        """The last step on a device, with what was pooled; who has none of the candidates takes the global model.
+        """The last step on a device, with what was pooled; without any of the candidates it takes the global model.
 
-        One that may tell no losses has the global and the private model at least.
+        A device that may not tell losses has at least the global and the private model.
         """
         has = fitted.losses.keys() or {Role.PRIVATE, Role.GLOBAL}
         weights = pool.weights if pool.weights.keys() & has else {Role.GLOBAL: 1.0}
@@ -555,7 +553,7 @@ async def profile(state: FedgeState, fleet: Fleet, r: int) -> FedgeState:
 
 
 def is_due(profiled: Profiled | None, device: Device) -> bool:
-    """Whether a device is to be profiled: it has samples, and has no profile of as many, or sees others than before."""
+    """Whether to profile a device: it has samples, and their number or their distribution changed since its profile."""
     return device.n_samples > 0 and (profiled is None or profiled.n_samples != device.n_samples or device.drift)
 
 
@@ -563,29 +561,24 @@ def group(state: FedgeState, new: dict[str, Profiled]) -> FedgeState:
     """FedEPC sections 4.4 and 4.6: who is new, or whose data changed, is placed; after many such all groups anew."""
     profiled = of_one_length(state.profiles, new)
     state = without(state, state.profiles.keys() - profiled.keys())
-    new = {i: profile for i, profile in new.items() if i in profiled}
-    try:
-        unit = aidc.split_half_unit([p.halves for p in profiled.values() if p.halves is not None])
-    except ValueError:
-        log.warning("event=one_group the extractor tells no devices apart, so all form one group")
-        return with_groups(msgspec.structs.replace(state, profiles=profiled), (tuple(range(len(profiled))),))
-    strangers = [i for i in new if i not in state.profiles or has_changed(state.profiles[i], new[i], unit)]
-    state = without(msgspec.structs.replace(state, profiles=profiled), strangers)
-    profiles = np.array([p.profile for p in profiled.values()])
+    before, state = state.profiles, msgspec.structs.replace(state, profiles=profiled)
+    unit = unit_of(profiled.values())
+    if unit is None:
+        log.warning(ONE_GROUP)
+        return with_groups(state, (tuple(profiled),))
+    moved = [i for i in new if i in profiled and (i not in before or has_changed(before[i], new[i], unit))]
+    state = without(state, moved)
     if not state.groups or aidc.needs_reclustering(state.n_moved, len(profiled)):
-        return with_groups(state, aidc.aidc(profiles, unit=unit, rng=np.random.default_rng(0)).clusters)
-    for stranger in strangers:
-        state = placed(state, stranger, profiles, unit)
+        ids = list(profiled)
+        found = aidc.aidc(vectors_of(profiled.values()), unit=unit, rng=np.random.default_rng(0)).clusters
+        return with_groups(state, tuple(tuple(ids[i] for i in members) for members in found))
+    for device_id in moved:
+        state = placed(state, device_id, unit)
     return state
 
 
-def has_changed(before: Profiled, now: Profiled, unit: float) -> bool:
-    """FedEPC section 4.6, point 3."""
-    return aidc.has_changed(np.array(before.profile), np.array(now.profile), unit=unit)
-
-
 def without(state: FedgeState, strangers: Collection[str]) -> FedgeState:
-    """The state in which these devices are in no group; a group that is empty then is gone with its bandit."""
+    """The state without these devices in any group; an empty group is deleted with its bandit."""
     left = [tuple(i for i in members if i not in strangers) for members in state.groups]
     return msgspec.structs.replace(
         state,
@@ -595,11 +588,9 @@ def without(state: FedgeState, strangers: Collection[str]) -> FedgeState:
     )
 
 
-def placed(state: FedgeState, stranger: str, profiles: NDArray[np.float64], unit: float) -> FedgeState:
+def placed(state: FedgeState, stranger: str, unit: float) -> FedgeState:
     """FedEPC section 4.6, point 1: a stranger joins the nearest group, or founds one."""
-    position = {i: n for n, i in enumerate(state.profiles)}
-    members = [[position[i] for i in group] for group in state.groups]
-    k = aidc.place(profiles[position[stranger]], profiles, members, unit=unit).cluster
+    k = place(stranger, state.profiles, state.groups, unit).cluster
     if k is None:
         return msgspec.structs.replace(
             state, groups=(*state.groups, (stranger,)), bandits=(*state.bandits, ccmab.State())
@@ -608,18 +599,11 @@ def placed(state: FedgeState, stranger: str, profiles: NDArray[np.float64], unit
     return msgspec.structs.replace(state, groups=(*state.groups[:k], joined, *state.groups[k + 1 :]))
 
 
-def with_groups(state: FedgeState, clusters: Sequence[Sequence[int]]) -> FedgeState:
-    """New groups, given by positions among the profiles; each inherits the bandit of the group it overlaps most."""
-    ids = list(state.profiles)
-    position = {i: n for n, i in enumerate(ids)}
-    old = [[position[member] for member in members] for members in state.groups]
-    heirs = aidc.inherit(old, clusters).bandits if old else (None,) * len(clusters)
-    return msgspec.structs.replace(
-        state,
-        groups=tuple(tuple(ids[i] for i in members) for members in clusters),
-        bandits=tuple(ccmab.State() if heir is None else state.bandits[heir] for heir in heirs),
-        n_moved=0,
-    )
+def with_groups(state: FedgeState, groups: tuple[tuple[str, ...], ...]) -> FedgeState:
+    """New groups; each inherits the bandit of the group it overlaps most."""
+    heirs = aidc.inherit(state.groups, groups)
+    bandits = tuple(ccmab.State() if heir is None else state.bandits[heir] for heir in heirs)
+    return msgspec.structs.replace(state, groups=groups, bandits=bandits, n_moved=0)
 
 
 # ---------------------------------------------------------------------------------------- step 2: shared rounds
@@ -635,8 +619,8 @@ async def train_shared(
 ) -> FedgeState:
     """Section 4: w moves by the weighted mean of the updates with momentum.
 
-    Before the trial, directions and last changes of the `panel` are kept of the rounds that all of it was asked in: in
-    another one a device's direction says as much about the round, and about who else was drawn, as about the device.
+    Before the trial, the directions and last changes of the `panel` are kept, but only of rounds in which all of it was
+    asked. In other rounds a device's direction depends as much on the round and its cohort as on the device.
     """
     seen = set() if state.trial else set(panel)
     directions = fleet.get_tensors(state.directions) if state.directions else {}
@@ -660,14 +644,14 @@ Members = tuple[tuple[str, ...], ...]
 
 
 async def by_group(state: FedgeState, fleet: Fleet, ids: Collection[str], r: int) -> tuple[FedgeState, Members]:
-    """The AIDC groups as clusters of the devices `ids`; profiles are asked for where there are none yet."""
+    """The AIDC groups as clusters of the devices `ids`; devices are profiled first if there are no groups yet."""
     state = state if state.groups else await profile(state, fleet, r)
     clusters = (tuple(i for i in group if i in ids) for group in state.groups)
     return state, tuple(cluster for cluster in clusters if cluster)
 
 
 async def by_label(state: FedgeState, fleet: Fleet, ids: Sequence[str], r: int) -> tuple[FedgeState, Members]:
-    """Devices of equal label feature as clusters (CFIC section 3)."""
+    """Clusters of devices with equal label feature (CFIC section 3)."""
     asked = dict.fromkeys((i for i in awake(state, fleet, r) if i in ids), DescribeLabels())
     state, answers = await ask(state, fleet, r, "labels", asked)
     psi = {i: told.feature for i, told in results(answers, LabelsDescribed).items()}
@@ -679,7 +663,7 @@ async def by_label(state: FedgeState, fleet: Fleet, ids: Sequence[str], r: int) 
 async def try_clusters(
     method: Fedge, state: FedgeState, fleet: Fleet, clusters: tuple[tuple[str, ...], ...], r: int
 ) -> tuple[FedgeState, dict[str, float]]:
-    """Section 5, steps 3 and 4: G and each E_k from the last changes, and what each device says of G and its E_k."""
+    """Section 5, steps 3 and 4: make G and each E_k from the last changes; each device compares G with its E_k."""
     w = fleet.get(state.shared.model, state.layout)
     means = await averages(method, fleet, state.last, [state.last, *clusters], state.layout)
     old = state.shared.model
@@ -715,7 +699,7 @@ async def train_experts(
 
 
 def starts(state: FedgeState, device_id: str, r: int) -> tuple[Start, ...]:
-    """What a device may start from: w; after the split its primary expert, or all of its experts if look-up is due."""
+    """What a device may start from: w; after the split its primary expert, or all its experts if look-up is due."""
     if not state.experts:
         return (Start(model=state.shared.model),)
     primary = state.primary.get(device_id)
@@ -747,7 +731,7 @@ def looked_up(state: FedgeState, updates: Mapping[str, Trained], r: int) -> dict
 
 
 async def seen_anew(state: FedgeState, fleet: Fleet, r: int) -> FedgeState:
-    """Profile the devices that drift; they are placed in a group by it, and leave their clusters for any expert."""
+    """Profile the devices that drift. They are placed in a group anew, and may choose among all experts again."""
     drifting = {device.id: device for device in fleet.devices() if device.drift and device.id in state.installed}
     extractor = state.extractor or state.shared.model
     state, answers = await ask(state, fleet, r, "profile", dict.fromkeys(drifting, Profile(extractor=extractor)))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, Protocol, TypeVar
 
 import msgspec
@@ -33,22 +33,28 @@ from fedge.tensors import Layout
 
 log = logging.getLogger("fedge.method")
 
+ONE_GROUP: Final = "event=one_group the extractor tells no devices apart, so all form one group"
 BELIEVED: Final = 10.0
 """Times the median: with 2 one of the runs with turned cameras chose other cohorts and missed its groups."""
 
 
 class _HasProfile(Protocol):
+    """`halves`: D_raw between the profiles of the device's even and odd samples, if it tells."""
+
     @property
     def profile(self) -> Sequence[float]: ...
+
+    @property
+    def halves(self) -> float | None: ...
 
 
 P = TypeVar("P", bound=_HasProfile)
 
 
 def of_one_length(known: Mapping[str, P], new: Mapping[str, P]) -> dict[str, P]:
-    """All profiles that can be compared, by ascending device id: those as long as most are; on a tie as the known ones.
+    """Profiles that can be compared, by ascending id: those of the most common length, on a tie that of known ones.
 
-    Empty ones (of devices that are described otherwise) stay.
+    Empty profiles (of devices that are described otherwise) stay.
     """
     told = {**known, **new}
     lengths = Counter(len(p.profile) for p in told.values() if p.profile)
@@ -67,17 +73,37 @@ def newly_profiled(answers: Mapping[str, Answer], asked: Mapping[str, Device]) -
     }
 
 
-def of_profiles(
-    how: Clustering, profiled: Sequence[Profiled], *, rng: np.random.Generator, n_clusters: int | None = None
-) -> Clusters:
+def of_profiles(how: Clustering, profiled: Sequence[Profiled], *, rng: np.random.Generator) -> Clusters:
     """Clusters of N >= 1 profiles, D_ref from their split halves; one where the extractor tells no devices apart."""
-    try:
-        unit = aidc.split_half_unit([p.halves for p in profiled if p.halves is not None])
-    except ValueError:
-        log.warning("event=one_group the extractor tells no devices apart, so all form one group")
+    unit = unit_of(profiled)
+    if unit is None:
+        log.warning(ONE_GROUP)
         return (tuple(range(len(profiled))),)
-    seen = Profiles(vectors=np.array([p.profile for p in profiled]), unit=unit)
-    return find_clusters(how, seen, rng=rng, n_clusters=n_clusters).clusters
+    return find_clusters(how, Profiles(vectors=vectors_of(profiled), unit=unit), rng=rng).clusters
+
+
+def unit_of(profiled: Iterable[_HasProfile]) -> float | None:
+    """D_ref from the devices' split halves; None where the extractor tells no devices apart."""
+    try:
+        return aidc.split_half_unit([p.halves for p in profiled if p.halves is not None])
+    except ValueError:
+        return None
+
+
+def vectors_of(profiled: Iterable[_HasProfile]) -> NDArray[np.float64]:
+    """Profiles as an array (N, q)."""
+    return np.array([p.profile for p in profiled])
+
+
+def place(stranger: str, told: Mapping[str, _HasProfile], clusters: Sequence[Sequence[str]], unit: float) -> aidc.Place:
+    """Where a device goes by its profile among clusters of ids, by the NOISE rule (FedEPC section 4.6, point 1)."""
+    profiles = [vectors_of(told[i] for i in members) for members in clusters]
+    return aidc.place(np.array(told[stranger].profile), profiles, unit=unit)
+
+
+def has_changed(before: _HasProfile, now: _HasProfile, unit: float) -> bool:
+    """Whether a device must be placed again (FedEPC section 4.6, point 3)."""
+    return aidc.has_changed(np.array(before.profile), np.array(now.profile), unit=unit)
 
 
 def describing(
@@ -89,7 +115,7 @@ def describing(
     labels: DescribeLabels = DescribeLabels(),  # noqa: B008 - frozen
     noise: float = 0.0,
 ) -> Action:
-    """What a device does so that a clustering can tell where it belongs. `extractor`: the model common to all."""
+    """The action by which a device describes itself to a clustering. `extractor`: the model common to all."""
     if how == "labels":
         return labels
     if how == "mctc":
@@ -98,7 +124,7 @@ def describing(
 
 
 def told_directions(answers: Mapping[str, Answer], fleet: Fleet, layout: Layout) -> dict[str, BlobRef]:
-    """Where the updates that came in point, each stored on its own; one that changes nothing points nowhere."""
+    """The directions of the updates that came in, each stored on its own; an update of zero has none."""
     found = {i: mctc.direction(fleet.get(u.update, layout).params) for i, u in accepted(dict(answers)).items()}
     return {i: fleet.put({"direction": d.astype(np.float32)}) for i, d in found.items() if d is not None}
 
@@ -109,16 +135,16 @@ def embedded(directions: Sequence[BlobRef], fleet: Fleet) -> NDArray[np.float64]
 
 
 def of_directions(directions: Sequence[BlobRef], fleet: Fleet, *, n_clusters: int | None = None) -> Clusters:
-    """MCTC of N >= 1 directions for devices that have one cluster each; of at most `n_clusters`, or its default."""
+    """MCTC of N >= 1 directions, each device in one cluster; at most `n_clusters` of them, by default eight."""
     z = embedded(directions, fleet)
     seen = Directions(vectors=z) if n_clusters is None else Directions(vectors=z, n_clusters=n_clusters)
     return mctc.parted(z, find_clusters("mctc", seen, rng=np.random.default_rng(0)).clusters)
 
 
 def offered(own: Sequence[int], members: Sequence[Sequence[str]]) -> tuple[int, ...]:
-    """Numbers of the clusters whose experts a device may choose among, ascending: its own; if it is in none, any.
+    """Numbers of the clusters whose experts a device may choose from, ascending: its own; all if it is in none.
 
-    An order holds `MAX_STARTS` of them: of more the largest, of equal ones the first.
+    An order holds at most `MAX_STARTS`: the largest clusters, on a tie the first.
     """
     largest = sorted(own or range(len(members)), key=lambda k: -len(members[k]))
     return tuple(sorted(largest[:MAX_STARTS]))
@@ -129,9 +155,10 @@ Choices = Mapping[int, tuple[ccmab.Selection, ccmab.State]]
 
 
 def tell_choices(fleet: Fleet, choices: Choices) -> None:
-    """Say who was chosen among whom, what time each was expected to take, and the deadline; of each cluster."""
+    """Say who was chosen among whom, each one's expected time and estimates, and the deadline; of each cluster."""
     for k, (selection, _) in choices.items():
         told = {"ids": selection.ids, "overdue": selection.overdue, "seconds": selection.seconds}
+        told["estimates"] = {i: (round(mean, 4), round(bonus, 4)) for i, (mean, bonus) in selection.estimates.items()}
         fleet.note("chosen", {"cluster": k, **told, "deadline_s": _or_none(selection.deadline_s)})
 
 
@@ -149,9 +176,9 @@ def chosen(choices: Choices) -> list[str]:
     return sorted(i for selection, _ in choices.values() for i in selection.ids)
 
 
-def bandits_after(choices: Choices, answers: Mapping[str, Answer], settings: ccmab.Settings) -> dict[int, ccmab.State]:
+def bandits_after(choices: Choices, answers: Mapping[str, Answer]) -> dict[int, ccmab.State]:
     """By cluster what its bandit learned of those that were chosen in it."""
-    return {k: observed(bandit, selection, answers, settings) for k, (selection, bandit) in choices.items()}
+    return {k: observed(bandit, selection, answers) for k, (selection, bandit) in choices.items()}
 
 
 def arm(device: Device, sgd: Sgd, model: BlobRef) -> ccmab.Arm:
@@ -183,16 +210,14 @@ def outcome(answer: Answer) -> ccmab.Outcome | None:
     )
 
 
-def observed(
-    bandit: ccmab.State, selection: ccmab.Selection, answers: Mapping[str, Answer], settings: ccmab.Settings
-) -> ccmab.State:
+def observed(bandit: ccmab.State, selection: ccmab.Selection, answers: Mapping[str, Answer]) -> ccmab.State:
     """The bandit after a round: the loss drop of those that trained, -1 for no answer, nothing from a refusal.
 
-    Nor from a device whose owner withholds losses: to the bandit it is one that was never asked.
+    A device whose owner withholds losses teaches it nothing either: the bandit treats it as never asked.
     """
     told = [i for i in selection.ids if i in answers and not (declined(answers[i]) or _tells_nothing(answers[i]))]
     outcomes = {i: outcome(answers[i]) for i in told}
-    return ccmab.observe(bandit, selection, believed(outcomes), settings)
+    return ccmab.observe(bandit, selection, believed(outcomes))
 
 
 def _tells_nothing(answer: Answer) -> bool:
@@ -200,7 +225,7 @@ def _tells_nothing(answer: Answer) -> bool:
 
 
 def believed(outcomes: Mapping[str, ccmab.Outcome | None]) -> dict[str, ccmab.Outcome | None]:
-    """What devices say of their training: nobody's loss drop or gradient norm is more than ten times the median."""
+    """What devices say of their training, with loss drops and gradient norms cut to ten times the median."""
     told = {i: found for i, found in outcomes.items() if found is not None}
     shorter = rules.factors([abs(o.loss_before - o.loss_after) for o in told.values()], BELIEVED)
     norms = rules.bounded([o.gradient_norm for o in told.values()], BELIEVED)

@@ -12,22 +12,15 @@ from typing import ClassVar
 import msgspec
 
 from coordinator.fleet import Fleet
-from coordinator.methods import Method, State, insist, results, steps_alone
+from coordinator.methods import Method, ModelState, insist, results, steps_alone
 from coordinator.protection import Guard
 from fedge.messages import BlobRef
 from fedge.sgd import Sgd
 from fedge.steps.install import FineTune, Install, Installed
-from fedge.tensors import Layout
 
 
-class LocalState(State, frozen=True, kw_only=True):
-    """`model`: the common initial model."""
-
-    model: BlobRef
-
-
-class Local(Method[LocalState]):
-    """One round: each device trains and installs what it has learned."""
+class Local(Method[ModelState]):
+    """One round: each device trains the common initial model, and installs what it has learned."""
 
     name = "local"
     REFUSED: ClassVar[Mapping[str, str]] = {
@@ -39,15 +32,11 @@ class Local(Method[LocalState]):
     )
     NO_FINE_TUNING = "local models have nothing to be fine-tuned from"
 
-    def init(self, layout: Layout, model: BlobRef) -> LocalState:
-        """The state before the round."""
-        return LocalState(round=0, layout=layout, model=model)
-
-    def done(self, state: LocalState) -> bool:
+    def done(self, state: ModelState) -> bool:
         """After one round."""
         return state.round > 0
 
-    async def round(self, state: LocalState, fleet: Fleet) -> LocalState:
+    async def round(self, state: ModelState, fleet: Fleet) -> ModelState:
         """All devices, once."""
         settings = self.settings
         rounds = settings.rounds * settings.participation
@@ -55,13 +44,9 @@ class Local(Method[LocalState]):
         installed = await learn_alone(fleet, state.model, settings.sgd, steps)
         return msgspec.structs.replace(state, round=1, installed=installed)
 
-    async def finish(self, state: LocalState, fleet: Fleet) -> LocalState:
+    async def finish(self, state: ModelState, fleet: Fleet) -> ModelState:
         """With no rounds at all, each device trains one step."""
         return await self.round(state, fleet)
-
-    def serves(self, state: LocalState, device_id: str) -> BlobRef:  # noqa: ARG002 - all the same
-        """The initial model: there is no other that is shared."""
-        return state.model
 
 
 async def learn_alone(fleet: Fleet, first: BlobRef, sgd: Sgd, steps: Mapping[str, int]) -> dict[str, Installed]:

@@ -1,7 +1,7 @@
-"""Who is asked: a device that does not answer costs a whole deadline, so it is left alone for a while.
+"""Which devices are asked: one that does not answer costs a whole deadline, so it is left alone for a while.
 
-The rests grow with every order that it leaves without an answer (`awake`); a method keeps what is known of it in its
-state (`AskingState`) and speaks to devices through `ask`.
+Its rests grow with every unanswered order (`awake`). A method keeps count in its state (`AskingState`) and speaks to
+devices through `ask`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from coordinator.methods import State, insist
 from fedge.step import Action
 
 LONGEST_REST: Final = 16
-"""Rounds that a device is left alone at most which never answers."""
+"""The longest rest of a device that never answers, in rounds."""
 
 
 class Misses(Struct, frozen=True, kw_only=True):
-    """How many orders in a row a device has left without an answer; round of the last one, and its incarnation then."""
+    """Unanswered orders of a device in a row; the round of the last one, and the device's incarnation then."""
 
     misses: int
     round: int
@@ -38,11 +38,11 @@ H = TypeVar("H", bound=AskingState)
 
 
 def awake(state: AskingState, fleet: Fleet, r: int) -> dict[str, Device]:
-    """The devices that are asked, by id: not those that were unresponsive lately, for each costs the whole deadline.
+    """The devices to ask, by id, without those that were unresponsive lately: each would cost the whole deadline.
 
-    After one order without an answer a device rests for a round, after two for three, after three for seven. One that
-    is another incarnation by now rests shorter: not at all the first time, then for a round, for two, if it goes on so.
-    Where nobody is awake all are asked: there is nobody whom they could delay.
+    After one unanswered order a device rests for a round, after two for three, after three for seven. A device with a
+    new incarnation rests less: not at all the first time, then for one round, then for two, and so on. If nobody is
+    awake, all are asked: they can delay nobody.
     """
     devices = {device.id: device for device in fleet.devices()}
     return {i: device for i, device in devices.items() if not _rests(state.unresponsive.get(i), device, r)} or devices
@@ -58,7 +58,7 @@ def _rests(missed: Misses | None, device: Device, r: int) -> bool:
 async def ask(
     state: H, fleet: Fleet, r: int, label: str, actions: Mapping[str, Action], *, insisting: bool = False
 ) -> tuple[H, dict[str, Answer]]:
-    """Have devices do something, and take note of who answered and who did not. `insisting`: as in `insist`."""
+    """Have devices do something, and note which of them answered. `insisting`: as in `insist`."""
     answers = await (insist(fleet, label, actions) if insisting else fleet.run(label, actions))
     incarnations = {device.id: device.incarnation for device in fleet.devices()}
     unresponsive = {i: s for i, s in state.unresponsive.items() if i not in answers}

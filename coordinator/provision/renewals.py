@@ -7,24 +7,18 @@ forge it; the answer is for that key alone. A repeated request gets the same cer
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
 
 from coordinator.provision.issuer import Issuer
 from fedge.certificates import pem_of, read_request
 from fedge.credentials import Credentials
-from fedge.errors import ConfigError, TransportError
+from fedge.errors import ConfigError
 from fedge.identity import Role
+from fedge.retained import retained
 from fedge.topics import Topics
-from fedge.transport import Inbound, Transport
+from fedge.transport import Transport
 
 log = logging.getLogger("fedge.provision")
-
-REACH_S = 15.0
-"""A broker that has not let us in by then is not there; the next run answers."""
-QUIET_S = 1.0
-"""A broker that has said nothing for so long has told all that it retains."""
 
 
 async def answer_requests(issuer: Issuer) -> list[str]:
@@ -37,26 +31,7 @@ async def answer_requests(issuer: Issuer) -> list[str]:
     topics = Topics(settings.federation)
     broker = Credentials(identity=issuer.folder / Role.COORDINATOR).at(settings.broker)
     transport = Transport(broker, topics.client_id("renewal"))
-    requests: dict[str, bytes] = {}
-    news = asyncio.Event()
-
-    async def note(inbound: Inbound) -> None:
-        if inbound.payload:  # otherwise it was cleared
-            requests[topics.parts(inbound.topic)[1]] = inbound.payload
-            news.set()
-
-    await transport.subscribe(topics.agent("+", "renewal"), note)
-    async with contextlib.AsyncExitStack() as stack:
-        try:
-            async with asyncio.timeout(REACH_S):
-                await stack.enter_async_context(transport)
-        except TimeoutError:
-            raise TransportError(f"the broker at {settings.broker} cannot be reached") from None
-        with contextlib.suppress(TimeoutError):
-            while True:  # retained messages come at once after the subscription
-                async with asyncio.timeout(QUIET_S):
-                    await news.wait()
-                news.clear()
+    async with retained(transport, topics, "renewal") as requests:
         return [device for device in sorted(requests) if await _answer(issuer, transport, device, requests[device])]
 
 

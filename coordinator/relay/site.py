@@ -13,7 +13,7 @@ import contextlib
 import logging
 import shutil
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -21,11 +21,10 @@ from typing import Any, Final, TypeVar
 import msgspec
 import numpy as np
 
-from coordinator.aggregation.mean import cluster_averages
-from coordinator.clustering import mctc
 from coordinator.fleet import Answer
 from coordinator.fleet.mqtt import MqttFleet
-from coordinator.fleet.relayed import Relay, Relayed, SiteOrders, SiteSums, Sum, Summed, Told
+from coordinator.fleet.relayed import Relay, Relayed, SiteOrders, Sum, Summed, Told
+from coordinator.fleet.sites import SiteSums, averages
 from coordinator.store import Store
 from edge_agent.worker import Finished
 from fedge import codec
@@ -35,7 +34,7 @@ from fedge.step import Action, Unsupported, installed_steps, read_action, report
 from fedge.steps.train import Train, Trained
 from fedge.stopping import Stop, StoppedError
 from fedge.task import TaskSpec
-from fedge.tensors import Layout, Model, Tensors, digest_of, unflatten
+from fedge.tensors import Layout, Tensors, digest_of, unflatten
 from fedge.transport import BrokerSettings
 
 log = logging.getLogger("fedge.relay")
@@ -75,16 +74,14 @@ class SiteFleet(MqttFleet):
         """
         if self._round == number:
             return
-        devices = self._store.snapshot(number)
-        self._leave_out(number)
+        devices = await self._begun(number)
         if devices is None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self.left_s / 4):
                     await self._or_failure(self.registry.heard_of(ids))
-            self._store.keep_only(keep)
-            devices = self.registry.known()
-            self._store.begin_round(number, devices, time.time())
-        self._take(number, devices)
+            await asyncio.to_thread(self._store.keep_only, keep)
+            devices = await self._snapshot(number, self.registry.known())
+        await self._take(number, devices)
 
     def listed(self) -> tuple[SiteDevice, ...]:
         """The devices present, as the relay's status lists them."""
@@ -250,24 +247,13 @@ class Site:
 
     def _sum(self, wanted: SiteSums) -> Finished:
         """The mean of each cluster over the updates stored here, by ascending device id."""
-        here = {i: ref for i, ref in sorted(wanted.updates.items()) if ref.digest in self.store.blobs}
-        ids = list(here)
-        directions: Tensors = {}
-
-        def changes() -> Iterator[Model]:
-            for i, ref in here.items():
-                change = codec.decode(self.store.blobs.get(ref.digest), ref.codec, wanted.layout, again=True)
-                if i in wanted.directions and (direction := mctc.direction(change.params)) is not None:
-                    directions[i] = direction.astype(np.float32)
-                yield change
-
-        means = cluster_averages(
-            changes(),
-            [wanted.weights[i] for i in ids],
-            [[p for p, i in enumerate(ids) if i in own] for own in wanted.sums],
-            wanted.layout,
-            {(k, ids.index(i)): pair for k, own in enumerate(wanted.sums) for i, pair in own.items() if i in here},
+        here = [i for i, ref in wanted.updates.items() if ref.digest in self.store.blobs]
+        means, found = averages(
+            wanted,
+            here,
+            lambda ref: codec.decode(self.store.blobs.get(ref.digest), ref.codec, wanted.layout, again=True),
         )
+        directions: Tensors = {i: direction.astype(np.float32) for i, direction in found.items()}
         models = [None if mean is None else mean.as_model() for mean in means]
         blobs: dict[str, bytes] = {}
 

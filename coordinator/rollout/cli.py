@@ -189,65 +189,29 @@ def _event_lines(event: str, fields: dict[str, Any]) -> list[str]:
     return [words_of(event, fields), *(f"  {reason}" for reason in fields["reasons"])]
 
 
-@rollout.command()
-@_repo
-@_json
-def pause(repo: Path, *, as_json: bool) -> None:
-    """Have no further device begin with the release; those that run it go on.
+def _asks(request: Request, about: str) -> None:
+    """Add a command for one request to the supervisor."""
 
-    \b
-    Examples:
-      fedge rollout pause releases
+    def ask(repo: Path, *, as_json: bool) -> None:
+        folder = Folder(repo)
+        record = _record(folder, repo)
+        folder.ask(request)
+        supervised = folder.is_supervised()
+        if as_json:
+            click.echo(json.dumps({"id": record.plan.id, "request": str(request), "supervised": supervised}))
+        elif supervised:
+            click.echo(f"{record.plan.id}: asked to {request}")
+        else:
+            click.echo(f"{record.plan.id}: nobody supervises it; `fedge rollout start`, as before, will {request} it")
 
-    \b
-    Exit codes: 0 asked for, 2 there is no rollout, 4 the disk is full or broken.
-    """  # noqa: D301 - click needs the character itself
-    _ask(repo, Request.PAUSE, as_json=as_json)
-
-
-@rollout.command()
-@_repo
-@_json
-def resume(repo: Path, *, as_json: bool) -> None:
-    """Go on with a rollout that was paused.
-
-    \b
-    Examples:
-      fedge rollout resume releases
-
-    \b
-    Exit codes: 0 asked for, 2 there is no rollout, 4 the disk is full or broken.
-    """  # noqa: D301 - click needs the character itself
-    _ask(repo, Request.RESUME, as_json=as_json)
+    codes = "Exit codes: 0 asked for, 2 there is no rollout, 4 the disk is full or broken."
+    text = f"{about}\n\n\b\nExamples:\n  fedge rollout {request} releases\n\n\b\n{codes}"
+    rollout.command(str(request), help=text)(_repo(_json(ask)))
 
 
-@rollout.command()
-@_repo
-@_json
-def abort(repo: Path, *, as_json: bool) -> None:
-    """Stop a rollout: the devices that run the release go back to the bundle before.
-
-    \b
-    Examples:
-      fedge rollout abort releases
-
-    \b
-    Exit codes: 0 asked for, 2 there is no rollout, 4 the disk is full or broken.
-    """  # noqa: D301 - click needs the character itself
-    _ask(repo, Request.ABORT, as_json=as_json)
-
-
-def _ask(repo: Path, request: Request, *, as_json: bool) -> None:
-    folder = Folder(repo)
-    record = _record(folder, repo)
-    folder.ask(request)
-    supervised = folder.is_supervised()
-    if as_json:
-        click.echo(json.dumps({"id": record.plan.id, "request": str(request), "supervised": supervised}))
-    elif supervised:
-        click.echo(f"{record.plan.id}: asked to {request}")
-    else:
-        click.echo(f"{record.plan.id}: nobody supervises it; `fedge rollout start`, as before, will {request} it")
+_asks(Request.PAUSE, "Have no further device begin with the release; those that run it go on.")
+_asks(Request.RESUME, "Go on with a rollout that was paused.")
+_asks(Request.ABORT, "Stop a rollout: the devices that run the release go back to the bundle before.")
 
 
 @rollout.command()
@@ -292,6 +256,8 @@ def _lines(record: Record, *, supervised: bool) -> list[str]:
         why = f" ({line.reason})" if line.reason else ""
         accuracy = "" if line.accuracy is None else f", accuracy {line.accuracy[0]:.3f} -> {line.accuracy[1]:.3f}"
         drift = ", drift" if line.drift else ""
+        if line.outliers is not None and line.outliers.flagged:
+            drift += f", {line.outliers.flagged} of {line.outliers.seen} samples unlike its own"
         mark = "*" if line.takes_part else " "
         shown.append(f"{mark} {device}: {line.phase}, release {line.release}{accuracy}{drift}{why}")
     return shown

@@ -3,6 +3,7 @@
 state.json     `Record`: plan, progress and the devices' messages; written before any of it is published
 request        one word: pause, resume or abort
 request.taken  the one being carried out; another may arrive meanwhile
+heard.json     the last number of each device's signed messages (`fedge.sealed`)
 lock           held by the supervisor
 """
 
@@ -20,8 +21,8 @@ from msgspec import Struct
 
 from coordinator.rollout import Plan, Progress
 from fedge.errors import MALFORMED, StoreError
-from fedge.files import InUseError, locked, write_atomically
-from fedge.messages import Count, Id, Phase, Quality, RolloutState, Text
+from fedge.files import InUseError, locked, read_kept, write_atomically
+from fedge.messages import Count, Id, Outliers, Phase, Quality, RolloutState, Text
 
 LOOKED_AT_S: Final = 1.0
 """Nobody who only looks whether there is a supervisor has the lock so long."""
@@ -47,6 +48,7 @@ class Line(Struct, frozen=True, kw_only=True):
     n_predictions: Count = 0
     n_failed: Count = 0
     drift: bool = False
+    outliers: Outliers | None = None
     takes_part: bool = False
     seen_at: float | None = None
 
@@ -119,6 +121,18 @@ class Folder:
             StoreError: the disk is full or broken.
         """
         write_atomically(self.path / "state.json", msgspec.json.format(msgspec.json.encode(record), indent=1))
+
+    def heard(self) -> dict[str, int]:
+        """What `keep_heard` wrote last, by topic and key."""
+        return read_kept(self.path / "heard.json", msgspec.json.Decoder(dict[str, int]).decode) or {}
+
+    def keep_heard(self, heard: dict[str, int]) -> None:
+        """Keep the last numbers, so that the next supervisor refuses replays, too.
+
+        Raises:
+            StoreError: the disk is full or broken.
+        """
+        write_atomically(self.path / "heard.json", msgspec.json.encode(heard))
 
     def ask(self, request: Request) -> None:
         """Leave a request; it replaces one not yet read.

@@ -28,7 +28,7 @@ from fedge.errors import ConfigError, ProtocolError
 from fedge.files import version_of
 from fedge.identity import Role, Subject
 from fedge.messages import Announcement, BlobRef, Health, Rollout, RolloutState, decode, encode
-from fedge.sealed import speaker
+from fedge.sealed import Signed, speaker
 from fedge.tensors import digest_of
 from fedge.topics import Topics
 from fedge.transfer import Sender
@@ -151,6 +151,8 @@ class Supervisor:
         self._transport = Transport(broker, self._topics.client_id("rollout"))
         self._sender = Sender(self._transport, release.source)
         self._signed = speaker(broker, Subject(federation, Role.ROLLOUT, "rollout"), folder.path)
+        if isinstance(self._signed, Signed):
+            self._signed.heard = folder.heard()
         self._news = asyncio.Event()
         self._started = time.time()
         self._written_at = 0.0
@@ -224,6 +226,8 @@ class Supervisor:
                 earlier=self._earlier,
             )
         )
+        if isinstance(self._signed, Signed):
+            self._folder.keep_heard(self._signed.heard)
         if goes_on:
             log.info("event=rollout id=%s state=%s stage=%d", self._plan.id, progress.state, progress.stage)
             self._observe("rollout", self._summary())

@@ -16,12 +16,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Annotated, Final, Literal, TypeGuard
+from typing import Final, TypeGuard
 
 import msgspec
 import numpy as np
-from msgspec import Meta, Struct
+from msgspec import Struct
 from numpy.typing import NDArray
 
 Vectors = NDArray[np.float64]
@@ -33,26 +32,16 @@ DEADLINE_QUANTILE: Final = 0.7  # of the predicted times in a cluster
 FAILED: Final = -1.0  # reward
 JITTERS: Final = (0.0, 1e-8, 1e-6, 1e-4)  # added to the diagonal in turn if Cholesky fails
 
-Positive = Annotated[float, Meta(gt=0)]
-
-
-class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Parameters of the bandit, with the symbols of the specification (section 7)."""
-
-    quota: Annotated[float, Meta(gt=0, le=1)] = 0.2  # rho_c, share of a cluster that trains in a round
-    deadline_s: Positive | None = None  # T_max; None: the 0.7-quantile of the predicted times
-    budget_s: Positive | None = None  # sum of t_i of a cohort (5.2); overdue devices are asked regardless
-    cycles_per_sample: Positive = 0.1  # kappa, gigacycles
-    window: Annotated[int, Meta(ge=1)] = 5  # tau, participations
-    history: Annotated[int, Meta(ge=1)] = 100  # observations
-    delta: Annotated[float, Meta(gt=0, lt=1)] = 0.1
-    ridge: Positive = 1.0  # lambda
-    kernel_scale: Positive = 0.25  # v
-    kernel_length: Positive = 1.0  # rho
-    noise: Positive = 0.01  # s2
-    search: Literal["set", "batch"] = "set"
-    fairness: bool = True
-    max_skips: Annotated[int, Meta(ge=1)] = 3  # rounds in a row
+# section 7, with the symbols of the specification
+CYCLES_PER_SAMPLE: Final = 0.1  # kappa before any device has been measured, gigacycles
+WINDOW: Final = 5  # tau, participations
+HISTORY: Final = 100  # observations
+DELTA: Final = 0.1
+RIDGE: Final = 1.0  # lambda
+KERNEL_SCALE: Final = 0.25  # v
+KERNEL_LENGTH: Final = 1.0  # rho
+NOISE: Final = 0.01  # s2
+MAX_SKIPS: Final = 3  # rounds in a row
 
 
 class Arm(Struct, frozen=True, kw_only=True):
@@ -111,7 +100,8 @@ class Selection:
     """The devices that train. `ids` ascending, empty in a skipped round; `overdue`: those included by 5.5.
 
     `contexts`: raw, of the chosen; `seconds`: predicted time of every selectable device; `deadline_s`: None if no
-    device is selectable.
+    device is selectable; `estimates`: of every selectable device its expected reward mean_i and its exploration bonus
+    sqrt(beta cov_ii), the terms of (11) for a device alone; empty if a rule chose.
     """
 
     ids: tuple[str, ...]
@@ -119,6 +109,7 @@ class Selection:
     contexts: dict[str, RawContext]
     seconds: dict[str, float]
     deadline_s: float | None
+    estimates: dict[str, tuple[float, float]]
 
 
 # ------------------------------------------------------------------------------------------------ 5.1: contexts
@@ -161,46 +152,33 @@ def normalise(raw: Vectors, lowest: Sequence[float], highest: Sequence[float]) -
 # ------------------------------------------------------------------------------ 5.2: time, deadline, number
 
 
-def round_time(
-    work: float, cpu_ghz: float, *, cycles_per_sample: float, model_mbit: float = 0.0, link_mbit_s: float | None = None
-) -> float:
-    """t_i = E n_i kappa / f_i + 2 B / r_i, seconds; the second term is 0 where the link rate is unknown.
-
-    Example:
-        >>> round(round_time(5 * 100, 3.0, cycles_per_sample=0.02, model_mbit=1.2, link_mbit_s=10.0), 6)
-        3.573333
-    """
-    return work * cycles_per_sample / cpu_ghz + _transfer(model_mbit, link_mbit_s)
-
-
 def transfer_time(arm: Arm) -> float:
     """2 B / r_i, seconds: the model there and back; 0 where the link rate is unknown."""
-    return _transfer(8e-6 * arm.model_bytes, arm.link_mbit_s)
+    rate = arm.link_mbit_s or 0.0
+    return 2 * 8e-6 * arm.model_bytes / rate if rate > 0 else 0.0
 
 
-def _transfer(model_mbit: float, link_mbit_s: float | None) -> float:
-    return 2 * model_mbit / link_mbit_s if link_mbit_s is not None and link_mbit_s > 0 else 0.0
-
-
-def predicted_seconds(arm: Arm, cpu_ghz: float, past: Sequence[Participation], settings: Settings) -> float:
-    """t_i; the device's own measured times (mean of the last tau) replace it once there are some.
+def predicted_seconds(arm: Arm, cpu_ghz: float, past: Sequence[Participation], cycles_per_sample: float) -> float:
+    """t_i = E n_i kappa / f_i + 2 B / r_i, seconds; replaced by the mean of the device's own last tau times.
 
     They replace the whole of it: a time is measured from an order to its answer, so the model's way is in it.
 
     `cpu_ghz`: f_i with missing values filled; 0, when no device of the cluster tells, makes the first term 0.
+
+    Example:
+        >>> arm = Arm(id="a", n_samples=100, work=5 * 100, link_mbit_s=10.0, model_bytes=150_000)
+        >>> round(predicted_seconds(arm, 3.0, (), 0.02), 6)
+        3.573333
     """
     if past:
         return float(np.mean([p.seconds for p in past]))
-    transfer = transfer_time(arm)
-    if cpu_ghz <= 0:
-        return transfer
-    return round_time(arm.work, cpu_ghz, cycles_per_sample=settings.cycles_per_sample) + transfer
+    return (arm.work * cycles_per_sample / cpu_ghz if cpu_ghz > 0 else 0.0) + transfer_time(arm)
 
 
 def measured_cycles(
-    arms: Sequence[Arm], cpu_ghz: Vectors, participations: Mapping[str, Sequence[Participation]], otherwise: float
+    arms: Sequence[Arm], cpu_ghz: Vectors, participations: Mapping[str, Sequence[Participation]]
 ) -> float:
-    """kappa: the median over measured devices of (mean seconds - transfer) * f_i / work; `otherwise` where none is.
+    """kappa: the median over measured devices of (mean seconds - transfer) * f_i / work; a guess where none is.
 
     `cpu_ghz`: (n,) f_i of each arm, missing values filled.
     """
@@ -209,7 +187,7 @@ def measured_cycles(
         for arm, f in zip(arms, cpu_ghz.tolist(), strict=True)
         if participations.get(arm.id) and arm.work > 0 and f > 0
     ]
-    return float(np.median(found)) if found else otherwise
+    return float(np.median(found)) if found else CYCLES_PER_SAMPLE
 
 
 def quota(share: float, n_devices: int) -> int:
@@ -225,16 +203,16 @@ def features(x: Vectors) -> Vectors:
     return np.concatenate([x, x * x], axis=1)
 
 
-def ridge(phi: Vectors, rewards: Vectors, strength: float) -> Vectors:
+def ridge(phi: Vectors, rewards: Vectors) -> Vectors:
     """Weights theta = (lambda I + Phi^T Phi)^(-1) Phi^T r, (12): (h, p), (h,) -> (p,)."""
-    return np.asarray(np.linalg.solve(strength * np.eye(phi.shape[1]) + phi.T @ phi, phi.T @ rewards))
+    return np.asarray(np.linalg.solve(RIDGE * np.eye(phi.shape[1]) + phi.T @ phi, phi.T @ rewards))
 
 
-def kernel(a: Vectors, b: Vectors, *, scale: float = 0.25, length: float = 1.0) -> Vectors:
+def kernel(a: Vectors, b: Vectors) -> Vectors:
     """Matern 3/2: kap(d) = v (1 + sqrt(3) d/rho) exp(-sqrt(3) d/rho), d Euclidean, (10): (n, c), (m, c) -> (n, m)."""
     distance = np.sqrt(((a[:, None] - b[None]) ** 2).sum(axis=2))
-    z = math.sqrt(3) * distance / length
-    return np.asarray(scale * (1 + z) * np.exp(-z))
+    z = math.sqrt(3) * distance / KERNEL_LENGTH
+    return np.asarray(KERNEL_SCALE * (1 + z) * np.exp(-z))
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,32 +227,28 @@ class Posterior:
     variance: Vectors
     x: Vectors
     whitened: Vectors
-    settings: Settings
 
     def column(self, i: int) -> Vectors:
         """Covariances of all devices with device i, (n,)."""
-        own = kernel(self.x, self.x[i : i + 1], scale=self.settings.kernel_scale, length=self.settings.kernel_length)
-        return np.asarray(own[:, 0] - self.whitened[:, i] @ self.whitened)
+        return np.asarray(kernel(self.x, self.x[i : i + 1])[:, 0] - self.whitened[:, i] @ self.whitened)
 
 
-def posterior(x: Vectors, seen: Vectors, rewards: Vectors, settings: Settings) -> Posterior:
+def posterior(x: Vectors, seen: Vectors, rewards: Vectors) -> Posterior:
     """What is known of the rewards of devices with normalised contexts x, (n, 5).
 
     mean_i = theta.phi(x_i) + k_i^T G^(-1) (r - Phi theta);  cov_ij = kap(|x_i - x_j|) - k_i^T G^(-1) k_j;
     G = K + s2 I.
     `seen` (h, 5) and `rewards` (h,) are the history; without any, mean 0 and cov = kap.
     """
-    prior = np.full(len(x), settings.kernel_scale)  # kap(0)
+    prior = np.full(len(x), KERNEL_SCALE)  # kap(0)
     if not len(seen):
-        return Posterior(np.zeros(len(x)), prior, x, np.zeros((0, len(x))), settings)
-    theta = ridge(features(seen), rewards, settings.ridge)
-    gram = kernel(seen, seen, scale=settings.kernel_scale, length=settings.kernel_length)
-    across = kernel(seen, x, scale=settings.kernel_scale, length=settings.kernel_length)
-    lower = _cholesky(gram + settings.noise * np.eye(len(seen)))
-    whitened = np.asarray(np.linalg.solve(lower, across), np.float64)
+        return Posterior(np.zeros(len(x)), prior, x, np.zeros((0, len(x))))
+    theta = ridge(features(seen), rewards)
+    lower = _cholesky(kernel(seen, seen) + NOISE * np.eye(len(seen)))
+    whitened = np.asarray(np.linalg.solve(lower, kernel(seen, x)), np.float64)
     residual = np.linalg.solve(lower, rewards - features(seen) @ theta)
     mean = features(x) @ theta + whitened.T @ residual
-    return Posterior(mean, prior - (whitened * whitened).sum(axis=0), x, whitened, settings)
+    return Posterior(mean, prior - (whitened * whitened).sum(axis=0), x, whitened)
 
 
 def _cholesky(matrix: Vectors) -> Vectors:
@@ -289,9 +263,9 @@ def _cholesky(matrix: Vectors) -> Vectors:
 # -------------------------------------------------------------------------------------- 5.4 and 5.5: the choice
 
 
-def exploration(t: int, delta: float) -> float:
+def exploration(t: int) -> float:
     """beta_t = 2 ln(t^2 / delta), t >= 1."""
-    return 2 * math.log(t * t / delta)
+    return 2 * math.log(t * t / DELTA)
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,42 +326,23 @@ def greedy(
     return chosen
 
 
-def greedy_batch(
-    mean: Vectors,
-    variance: Vectors,
-    column: Column,
-    beta: float,
-    *,
-    first: Sequence[int],
-    allowed: Sequence[int],
-    size: int,
-    purse: Purse,
-    noise: float,
-) -> list[int]:
-    """Option `batch`: the largest mean_i + sqrt(beta cov_ii), then cov is conditioned on it; spreads over contexts.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What methods set.
 
-    Cost: as `greedy`, and O(size * n) memory.
+    Attributes:
+        quota: rho_c in (0, 1], share of a cluster that trains in a round.
+        deadline_s: T_max; None: the 0.7-quantile of the predicted times.
+        budget_s: sum of t_i of a cohort (5.2); overdue devices are asked regardless.
+        fairness: whether rule 5.5 holds.
+        search: finds the cohort (5.4).
     """
-    chosen: list[int] = []
-    factors = np.zeros((max(size, len(first)), len(mean)))  # outer products that sum to the reduction of cov
-    left = variance.copy()
 
-    def take(device: int) -> None:
-        known = factors[: len(chosen)]
-        factors[len(chosen)] = (column(device) - known[:, device] @ known) / math.sqrt(left[device] + noise)
-        left[:] -= factors[len(chosen)] ** 2
-        chosen.append(device)
-
-    remaining = purse.pays(np.array(sorted(set(allowed) - set(first)), np.intp))
-    for overdue in first:
-        take(overdue)
-    while len(chosen) < size and len(remaining):
-        scores = mean[remaining] + np.sqrt(beta * np.maximum(left[remaining], 0.0))
-        best = _best(scores)
-        take(int(remaining[best]))
-        purse = purse.after(chosen[-1])
-        remaining = purse.pays(np.delete(remaining, best))
-    return chosen
+    quota: float = 0.2
+    deadline_s: float | None = None
+    budget_s: float | None = None
+    fairness: bool = True
+    search: Callable[..., list[int]] = greedy
 
 
 def _best(scores: Vectors) -> int:
@@ -424,7 +379,7 @@ def select(
     Returns:
         The selection, and the state in which this round was held; pass the latter to `observe`.
 
-    Cost: O(h^3 + N_k h^2 + m N_k h) time, O(N_k h) memory (with `search` batch O(N_k (h + m))), h <= 100.
+    Cost: O(h^3 + N_k h^2 + m N_k h) time, O(N_k h) memory, h <= 100.
     """
     arms = sorted(arms, key=lambda arm: arm.id)
     raw = raw_contexts(arms, state.participations)
@@ -435,11 +390,10 @@ def select(
         lowest=tuple(np.fmin.reduce([*raw, state.lowest]).tolist()),
         highest=tuple(np.fmax.reduce([*raw, state.highest]).tolist()),
     )
-    cycles = measured_cycles(arms, full[:, 0], state.participations, settings.cycles_per_sample)
-    timing = msgspec.structs.replace(settings, cycles_per_sample=cycles)
+    cycles = measured_cycles(arms, full[:, 0], state.participations)
     selectable = [i for i, arm in enumerate(arms) if arm.n_samples >= 1 and _can_compute(arm)]
     ids = [arms[i].id for i in selectable]
-    seconds = np.array([_seconds(state, arms[i], full[i, 0], timing) for i in selectable])
+    seconds = np.array([_seconds(state, arms[i], full[i, 0], cycles) for i in selectable])
     m = quota(settings.quota, len(arms)) if size is None else size
     waits = [state.round - state.last_asked.get(i, 0) for i in ids]
     late = overdue(waits, m, len(arms)) if settings.fairness and ids else []
@@ -447,14 +401,16 @@ def select(
     if deadline is None and ids:
         deadline = float(np.quantile(seconds, DEADLINE_QUANTILE))
     feasible = [] if deadline is None else np.flatnonzero(seconds <= deadline * (1 + TIE)).tolist()
+    estimates: dict[str, tuple[float, float]] = {}
     if rule is not None and (late or feasible):
         others = {ids[i]: float(seconds[i]) for i in feasible if i not in late}
         chosen = [*late, *(ids.index(i) for i in rule(list(others), m - len(late), others))]
     elif late or feasible:
-        chosen = _choose(state, full[selectable], seconds, late=late, feasible=feasible, m=m, settings=settings)
+        chosen, terms = _choose(state, full[selectable], seconds, late=late, feasible=feasible, m=m, settings=settings)
+        estimates = dict(zip(ids, terms, strict=True))
     else:
         chosen = []
-    if ids and not chosen and state.skipped >= settings.max_skips:
+    if ids and not chosen and state.skipped >= MAX_SKIPS:
         chosen = [int(np.argmin(seconds))]
     picked = sorted(ids[i] for i in chosen)
     selection = Selection(
@@ -463,6 +419,7 @@ def select(
         contexts={ids[i]: _context(full[selectable[i]]) for i in sorted(chosen)},
         seconds=dict(zip(ids, seconds.tolist(), strict=True)),
         deadline_s=deadline,
+        estimates=estimates,
     )
     return selection, msgspec.structs.replace(
         state,
@@ -472,8 +429,8 @@ def select(
     )
 
 
-def _seconds(state: State, arm: Arm, cpu_ghz: float, settings: Settings) -> float:
-    predicted = predicted_seconds(arm, cpu_ghz, state.participations.get(arm.id, ()), settings)
+def _seconds(state: State, arm: Arm, cpu_ghz: float, cycles_per_sample: float) -> float:
+    predicted = predicted_seconds(arm, cpu_ghz, state.participations.get(arm.id, ()), cycles_per_sample)
     return max(predicted, state.at_least.get(arm.id, 0.0))
 
 
@@ -495,15 +452,17 @@ def _choose(
     feasible: list[int],
     m: int,
     settings: Settings,
-) -> list[int]:
+) -> tuple[list[int], list[tuple[float, float]]]:
+    """Positions of the chosen devices, and of every device the terms of its own score."""
     seen = normalise(np.array(state.contexts).reshape(-1, FEATURES), state.lowest, state.highest)
     x = normalise(full, state.lowest, state.highest)
-    of = posterior(x, seen, np.array(state.rewards), settings)
-    beta = exploration(state.selections + 1, settings.delta)
+    of = posterior(x, seen, np.array(state.rewards))
+    beta = exploration(state.selections + 1)
     budget_s = math.inf if settings.budget_s is None else settings.budget_s
     purse = Purse(budget_s - float(seconds[late].sum()), seconds)
-    search = greedy if settings.search == "set" else partial(greedy_batch, noise=settings.noise)
-    return search(of.mean, of.variance, of.column, beta, first=late, allowed=feasible, size=m, purse=purse)
+    chosen = settings.search(of.mean, of.variance, of.column, beta, first=late, allowed=feasible, size=m, purse=purse)
+    bonus = np.sqrt(beta * np.maximum(of.variance, 0.0))
+    return chosen, [*zip(of.mean.tolist(), bonus.tolist(), strict=True)]
 
 
 # ----------------------------------------------------------------------------------------- 5.3: what is observed
@@ -520,7 +479,7 @@ def _succeeded(outcome: Outcome | None) -> TypeGuard[Outcome]:
     return outcome is not None and all(map(math.isfinite, msgspec.structs.astuple(outcome)))
 
 
-def observe(state: State, selection: Selection, outcomes: Mapping[str, Outcome | None], settings: Settings) -> State:
+def observe(state: State, selection: Selection, outcomes: Mapping[str, Outcome | None]) -> State:
     """The bandit after a round.
 
     Args:
@@ -528,7 +487,6 @@ def observe(state: State, selection: Selection, outcomes: Mapping[str, Outcome |
         selection: from `select`.
         outcomes: of the chosen devices; None: it failed or timed out. A missing device declined politely, and nothing
             is learned about it.
-        settings: the parameters.
     """
     told = [i for i in selection.ids if i in outcomes]
     participations = dict(state.participations)
@@ -543,11 +501,11 @@ def observe(state: State, selection: Selection, outcomes: Mapping[str, Outcome |
                 loss_drop=outcome.loss_before - outcome.loss_after,
                 seconds=outcome.seconds,
             )
-            participations[i] = (*participations.get(i, ()), done)[-settings.window :]
+            participations[i] = (*participations.get(i, ()), done)[-WINDOW:]
     return msgspec.structs.replace(
         state,
-        contexts=(*state.contexts, *(selection.contexts[i] for i in told))[-settings.history :],
-        rewards=(*state.rewards, *(reward(outcomes[i]) for i in told))[-settings.history :],
+        contexts=(*state.contexts, *(selection.contexts[i] for i in told))[-HISTORY:],
+        rewards=(*state.rewards, *(reward(outcomes[i]) for i in told))[-HISTORY:],
         participations=participations,
         at_least=at_least,
     )

@@ -180,6 +180,8 @@ def compare(settings: CompareSettings, out: Path, watch: Watch) -> Comparison:
         watch(number, len(wanted), outcome)
     missing = [run for run in wanted if run not in found]
     if missing:
+        if settings.engine is Engine.LOCAL:
+            torch_device(scenario.train_on)
         begin(scenario, {run.method for run in missing}, seeds[0])
     make_folder(out / "runs")  # else the failure would show only after the first run
     jobs = settings.jobs or (os.cpu_count() or 1 if scenario.train_on is Processor.CPU else 1)  # memory of the GPU
@@ -217,10 +219,8 @@ def begin(scenario: Scenario, methods: Collection[str], seed: int) -> None:
     """Build each method once, so that a comparison with an impossible one fails before it begins.
 
     Raises:
-        ConfigError: the data, an option or the network does not suit a method (the text names it), or the training
-            device is missing.
+        ConfigError: the data, an option or the network does not suit a method; the text names it.
     """
-    torch_device(scenario.train_on)
     federation = deal(scenario, seed)
     for text in sorted(methods):
         name, options = method_and_options(text)
@@ -314,7 +314,7 @@ def _done(runs: Sequence[_Run], jobs: int) -> Iterator[tuple[_Run, RunOutcome]]:
 
 def _on_ray(runs: Sequence[_Run], settings: CompareSettings) -> Iterator[tuple[_Run, RunOutcome]]:
     """Yield outcomes as they finish on the Ray cluster; a run whose process died is repeated."""
-    from coordinator.ray import connected, ray, require_importable
+    from coordinator.ray import connected, ray, require_importable, resources_of_actors
 
     require_importable(settings.task, settings.model)
 
@@ -322,8 +322,9 @@ def _on_ray(runs: Sequence[_Run], settings: CompareSettings) -> Iterator[tuple[_
         with tempfile.TemporaryDirectory(prefix="fedge-compare-") as home:
             return _simulate(run, Path(home))
 
-    with connected(settings.ray_address):
-        on_processor = ray.remote(num_cpus=1, max_retries=-1)(simulated)
+    with connected(settings.ray_address) as n:
+        _, resources = resources_of_actors(n, settings.train_on)
+        on_processor = ray.remote(**resources, max_retries=-1)(simulated)
         waiting = {on_processor.remote(run): run for run in runs}
         while waiting:
             for done in ray.wait(list(waiting), timeout=LOOK_S)[0]:

@@ -193,6 +193,7 @@ def lead(comparison: Comparison) -> str:
         f"participation {scenario.participation:.0%}, {scenario.sensitive:.0%} of the training samples marked "
         f"sensitive; seeds {', '.join(map(str, comparison.seeds))}. Accuracies are of the installed bundles, run by "
         "ONNX Runtime on each device's own test samples, which no choice has seen. "
+        "Global: the models that devices are served, each on samples from all devices' distributions. "
         f"Cost: rounds, traffic and simulated time until {comparison.target:.1%} mean accuracy was seen."
         f" {milder(comparison.runs)}".rstrip()
     )
@@ -310,7 +311,8 @@ def legend_of(comparison: Comparison) -> str:
     lines = [
         "accuracy: mean over the devices of their bundles on own test samples, percent, ± over seeds",
         f"− base: to {comparison.baseline}, seed by seed; − best: to the best other method, picked in hindsight",
-        "worst: lowest tenth of the devices; global: served model on the global test set; MB: up and down",
+        "worst: lowest tenth of the devices; MB: up and down",
+        "global: the models that devices are served, each on samples from all devices' distributions",
         f"r, s: rounds and simulated seconds until {100 * comparison.target:.1f} % were seen",
         "in the report, too: deviation over the devices, bytes until then, numbers of the methods' own (silhouette)",
     ]
@@ -323,6 +325,9 @@ def legend_of(comparison: Comparison) -> str:
 
 def lines_of(outcome: RunOutcome, target: Cost | None, goal: float | None) -> list[tuple[str, str]]:
     """A single run for a terminal: names and figures."""
+    overall = NOTHING
+    if outcome.global_accuracy is not None:
+        overall = f"{100 * outcome.global_accuracy:.1f} %  (served models, on samples from all devices' distributions)"
     experts = f"{len(outcome.clusters)} clusters" if outcome.split else "one shared model"
     n_late = sum(device.late_joiner for device in outcome.devices)
     n_measured = len(outcome.devices) - n_late
@@ -330,7 +335,7 @@ def lines_of(outcome: RunOutcome, target: Cost | None, goal: float | None) -> li
         ("accuracy", f"{100 * outcome.accuracy:.1f} %  ± {100 * outcome.std:.1f} over {n_measured} devices"),
         ("worst 10 %", f"{100 * outcome.worst_decile:.1f} %  (lowest {100 * outcome.minimum:.1f} %)"),
         ("macro F1", f"{100 * outcome.macro_f1:.1f} %"),
-        ("global accuracy", NOTHING if outcome.global_accuracy is None else f"{100 * outcome.global_accuracy:.1f} %"),
+        ("global accuracy", overall),
         ("experts", experts),
         ("traffic", f"{megabytes(outcome.bytes_up)} up, {megabytes(outcome.bytes_down)} down"),
         ("simulated time", f"{outcome.seconds:.1f} s"),

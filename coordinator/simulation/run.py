@@ -11,11 +11,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
+import torch
 
-from coordinator.checks import Finding, classes_without_samples, examine, require_sound, without_profile
+from coordinator.checks import Finding, examine, require_sound, without_profile
 from coordinator.fleet.simulated import Execute
 from coordinator.methods import Method, Option, Server, State, make
+from coordinator.samples import by_class, without_samples
 from coordinator.simulation import rounds
 from coordinator.simulation.evaluation import Evaluation, Final
 from coordinator.simulation.federation import Data, Federation, deal, gather
@@ -70,6 +73,8 @@ def simulate(
     for finding in (*examined.findings, *_missing(federation)):
         watch(f"note: {finding}")
     with _engine(on, scenario, federation, made, home) as execute:
+        if execute is not batched.execute and not torch.cuda.is_available():  # the GPUs may be elsewhere in the cluster
+            scenario = msgspec.structs.replace(scenario, train_on=Processor.CPU)
         return run_to_end(_run(scenario, made, seed, home, watch, label, federation, began, execute, track))
 
 
@@ -77,7 +82,8 @@ def _missing(federation: Federation) -> list[Finding]:
     """Classes missing on all devices; generated devices are not checked."""
     if not isinstance(federation.shares, dict):
         return []
-    return classes_without_samples(federation.task, np.concatenate([s.y_train for s in federation.shares.values()]))
+    labels = np.concatenate([share.y_train for share in federation.shares.values()])
+    return [*without_samples({"": by_class(federation.task, labels)})]
 
 
 def validate(
@@ -124,9 +130,13 @@ def _engine(
     from coordinator.ray import connected, require_importable
 
     require_importable(scenario.task, scenario.model)
-    if scenario.train_on is not Processor.CPU:
-        raise ConfigError("--engine ray shares out processors, no GPUs: leave out --train-on, or use --engine local")
-    recipe = Recipe(task=federation.task, home=home.absolute())
+    recipe = Recipe(
+        task=federation.task,
+        layout=federation.layout,
+        home=home.absolute(),
+        min_cohort=scenario.min_cohort,
+        train_on=scenario.train_on,
+    )
     with connected(on.ray_address) as n:
         yield Shards(recipe, Data(federation.task, federation.shares), method.steps, n)
 

@@ -196,11 +196,12 @@ function samples() {
   const measured = (d, name, words) => untold(d.id, "loss", health(d).now?.[name], words(health(d).now?.[name]));
   return [tiles([["may be used to train", number(usable)], ["devices that tell how many", number(state.devices.filter((d) => d.n_samples !== null).length)],
     ["predictions at work", sum("n_predictions")], ["of them failed", sum("n_failed")], ["devices whose inputs drift", number(state.devices.filter((d) => health(d).drift).length)]]),
-  section("Samples", "What devices say of their data: how many may be used; how the bundle of the last rollout does on the samples that they keep apart; and what fedge serve has seen since it was started. A shift is in deviations of the bundle's own samples: above 1, the device sees something else. Which samples are outliers stays on the device.",
+  section("Samples", "What devices say of their data: how many may be used; how the bundle of the last rollout does on the samples that they keep apart; and what fedge serve has seen since it was started. A shift is in deviations of the bundle's own samples: above 1, the device sees something else. Outliers are predictions of samples unlike the bundle's own; which samples stays on the device.",
     table([["device", (d) => link(d.id)], ["may be used", (d) => untold(d.id, "count", d.n_samples, number(d.n_samples)), "n"],
       ["share", (d) => d.n_samples == null || !usable ? "–" : percent(d.n_samples / usable), "n"],
       ["kept apart", (d) => untold(d.id, "count", health(d).now?.n || null, number(health(d).now?.n)), "n"], ["accuracy there", (d) => measured(d, "accuracy", percent), "n"],
       ["shift", (d) => measured(d, "free_energy", (x) => number(x, 2)), "n"], ["predictions", (d) => use(d, "n_predictions"), "n"], ["failed", (d) => use(d, "n_failed"), "n"],
+      ["outliers", (d) => untold(d.id, "use", d.outliers, percent(d.outliers)), "n"],
       ["inputs", (d) => health(d).drift ? pill("drift") : withholds(d.id, "use") ? secret() : d.health ? "as ever" : "–", "s"]], state.devices))];
 }
 
@@ -261,7 +262,7 @@ const eventRow = [["when", (e) => clock(e.at)], ["round", (e) => String(e.round)
   ["device", (e) => e.device ? link(e.device) : ""], ["what", (e) => e.text, "why"]];
 const eventsView = () => section("Events", "The newest first; fedge events tells more.", table(eventRow, events.slice().reverse()));
 
-const outcome = [["outcome", (r) => pill(r.outcome)], ["took", (r) => r.seconds ? span(r.seconds) : "–", "n"], ["sent", (r) => bytes(r.bytes), "n"],
+const outcome = [["outcome", (r) => pill(r.outcome)], ["took", (r) => !r.seconds ? "–" : r.seconds < 10 ? `${number(r.seconds, 1)} s` : span(r.seconds), "n"], ["sent", (r) => bytes(r.bytes), "n"],
   ["why asked", (r) => r.chosen, "why"], ["why not done", (r) => r.why, "why"]];
 
 function device(id) {
@@ -272,7 +273,8 @@ function device(id) {
   const facts = [["state", [pill(d.quarantine ? "in quarantine" : d.presence), ` heard ${ago(d.seen_at)}`]], ["why", d.why || "nothing is wrong"],
     ["bundle", d.release ? `release ${d.release}` : "none"], ["samples that may be used", untold(id, "count", d.n_samples, number(d.n_samples))], ["trained", `${d.trained} times`],
     ["clusters", d.clusters.join(", ") || "–"], ["context", withholds(id, "load") ? secret()
-      : `load ${number(c.load, 2)}, ${number(c.free_ram_gb, 1)} GB RAM and ${number(c.free_disk_gb, 1)} GB disk free, ${number(c.temperature_c)} °C, battery ${c.battery == null ? "–" : percent(c.battery)}`],
+      : [["load", c.load, (x) => number(x, 2)], ["RAM free", c.free_ram_gb, gigabytes], ["disk free", c.free_disk_gb, gigabytes], ["temperature", c.temperature_c, (x) => `${number(x)} °C`], ["battery", c.battery, percent]]
+        .filter(([, x]) => x != null).map(([name, x, words]) => `${name} ${words(x)}`).join(", ") || "–"],
     ["not told by its owner", d.withholds.join(", ") || "nothing"]];
   return [section(id, null, h("dl", {}, facts.map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)])),
     session.may_act && h("p", { class: "bar" }, d.retired ? act("Give it orders again", "readmit", { device: id }) : act("Retire this device", "retire", { device: id }, true))),

@@ -16,7 +16,7 @@ import numpy as np
 from msgspec import Struct
 
 from edge_agent.device import Device
-from fedge.errors import MALFORMED, StoreError
+from fedge.errors import MALFORMED, DamagedError
 from fedge.files import write_atomically
 from fedge.steps.describe_labels import DescribeLabels, LabelsDescribed
 
@@ -103,4 +103,4 @@ def _read(path: Path) -> Told | None:
     try:
         return msgspec.json.decode(path.read_bytes(), type=Told)
     except (OSError, *MALFORMED) as error:
-        raise StoreError(f"{path} cannot be read: {error}") from error
+        raise DamagedError(f"{path} cannot be read: {error}") from error

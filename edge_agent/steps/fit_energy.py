@@ -5,9 +5,8 @@ from __future__ import annotations
 from edge_agent import mixture
 from edge_agent.candidates import Candidates, pooled_candidates
 from edge_agent.device import Device
-from edge_agent.mixture import Array
-from export.reference import fuse
 from fedge.calibration import BETAS
+from fedge.fusion import Array, log_mixture, log_weights
 from fedge.steps.fit_energy import EnergyFitted, FitEnergy
 
 
@@ -30,5 +29,5 @@ def run(device: Device, action: FitEnergy) -> EnergyFitted:
 
 
 def _loss(device: Device, found: Candidates, weights: Array, beta: float) -> float:
-    log_p, _ = fuse(found.log_q, weights, found.energies, beta=beta, experts=found.experts)
+    log_p = log_mixture(found.log_q, log_weights(weights) + beta * found.energies)
     return -float(mixture.of_labels(log_p, device.data.shared_validation[1]).sum())

@@ -11,10 +11,10 @@ from edge_agent import gate, mixture, private_model
 from edge_agent.candidates import INITIAL, Candidates, Fitted, candidates, fit, fitted_on
 from edge_agent.device import Device
 from edge_agent.evaluation import final_prior, logits, metrics, prior, score
-from edge_agent.mixture import PLAIN, Array
+from edge_agent.mixture import PLAIN
 from edge_agent.steps.install import installed
 from export import Candidate, GateWeights, Guard, Mixture
-from export.reference import calibrated, fuse
+from fedge.fusion import Array, calibrated, log_mixture, log_weights
 from fedge.messages import Role
 from fedge.sgd import Sgd
 from fedge.steps.fit_gate import FitGate
@@ -34,13 +34,12 @@ def run(device: Device, action: FitGate) -> Installed:
     )
     beta = action.beta if len(data.y_val) else 0.0
     weights = mixture.em_weights(found.log_p, mixture.spread(action.pooled, found.roles), action.shrinkage)
-    with np.errstate(divide="ignore"):
-        scores = np.log(weights) + (beta * found.energies if beta else np.zeros_like(found.energies))
+    scores = log_weights(weights) + beta * found.energies
     log_p = np.where(np.isfinite(found.log_q).all(axis=2).T, found.log_p, np.nan)
-    trained = GateWeights.untrained(gate.n_features(device.task.input_shape), len(found.roles))
+    trained = GateWeights.untrained(device.task.input_shape, len(found.roles))
     if action.gate == "validation":
         trained = gate.train_gate(data.x_val, log_p, scores, seed=device.seed)
-    fused, _ = fuse(found.log_q, weights, found.energies, beta=beta, experts=found.experts)
+    fused = log_mixture(found.log_q, scores)
     guard = chosen_guard(device, found.fitted, action.calibration, fused) if action.guard else None
     final = final_models(device, found, action.sgd) if action.final_fit else list(found.models)
     made = [

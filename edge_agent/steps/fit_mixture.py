@@ -14,11 +14,11 @@ import numpy as np
 from edge_agent import gate, mixture, private_model
 from edge_agent.device import Device, FailedError
 from edge_agent.evaluation import final_prior, logits, rank
-from edge_agent.mixture import PLAIN, Array
+from edge_agent.mixture import PLAIN
 from edge_agent.private_model import Samples
 from edge_agent.steps.install import installed
 from export import Candidate, GateWeights, Mixture
-from export.reference import calibrated, raw_energies
+from fedge.fusion import Array, calibrated, raw_energies
 from fedge.messages import Role
 from fedge.steps.fit_mixture import FitMixture, GateData
 from fedge.steps.install import Installed
@@ -98,7 +98,7 @@ def fit_gate(
         energies = raw_energies(np.stack([logits(device, model, seen) for model in models]))
         offsets, _ = mixture.energy_statistics(energies)
     if not trained:
-        return GateWeights.untrained(gate.n_features(device.task.input_shape), len(models)), offsets
+        return GateWeights.untrained(device.task.input_shape, len(models)), offsets
     found = np.stack([logits(device, model, x) for model in models])
     log_q = calibrated(found, np.zeros(device.task.n_classes), PLAIN)
     scores = (raw_energies(found) - offsets) * action.energy
@@ -137,7 +137,7 @@ def _write(
     """Sections 11.2 and 11.3 as a bundle: equal weights, T = 1, no prior; raw energies minus their offsets."""
     names = [role.value if role is Role.PRIVATE else f"expert-{k}" for k, role in enumerate(roles)]
     energy = action.energy and action.gate != "uniform" and len(models) > 1
-    gate_weights = weights or GateWeights.untrained(gate.n_features(device.task.input_shape), len(models))
+    gate_weights = weights or GateWeights.untrained(device.task.input_shape, len(models))
     made = Mixture(
         candidates=tuple(
             Candidate(role=role, name=name, model=model, energy_mean=float(offset))

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 from edge_agent.device import Device, FailedError
 from edge_agent.evaluation import logits, metrics
-from edge_agent.mixture import Array
 from edge_agent.steps.install import install_alone, installed, kept, served
 from edge_agent.steps.train import whole
 from export import Pool, PoolGate
 from export.pool import BIAS, SLOPE, WEIGHT, WIDTHS, pool_reference, usable
 from fedge.errors import ProtocolError
+from fedge.fusion import Array
 from fedge.messages import Role
 from fedge.models.training import batches, tensor
 from fedge.steps.fit_pool import FitPool

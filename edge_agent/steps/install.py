@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from edge_agent import gate, private_model
+from edge_agent import private_model
 from edge_agent.device import PERSONAL, Device
 from edge_agent.evaluation import final_prior, logits, metrics, prior
 from edge_agent.mixture import PLAIN, TIE
 from edge_agent.steps.train import whole
 from export import Candidate, GateWeights, Mixture
-from export.reference import calibrated
+from fedge.fusion import calibrated
 from fedge.messages import Role
 from fedge.models.training import Trainer, mean_loss
 from fedge.steps.install import FineTune, Install, Installed, Served
@@ -50,7 +50,7 @@ def install_alone(device: Device, model: Model, role: Role, method: str) -> Inst
         candidates=(Candidate(role=role, name=role.value, model=model),),
         log_prior=final_prior(device),
         beta=0.0,
-        gate=GateWeights.untrained(gate.n_features(device.task.input_shape), 1),
+        gate=GateWeights.untrained(device.task.input_shape, 1),
     )
     log_p = calibrated(logits(device, model, device.data.x_val), prior(device), PLAIN)
     return installed(device.write_bundle(alone, method, metrics(device, log_p)))

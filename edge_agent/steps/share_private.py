@@ -12,7 +12,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from edge_agent.device import Device, FailedError
-from fedge.errors import StoreError
+from fedge.errors import DamagedError
 from fedge.messages import Why
 from fedge.step import Declined, Result
 from fedge.steps.share_private import PrivateShared, SharePrivate
@@ -84,7 +84,7 @@ def _noisy_once(device: Device, action: SharePrivate, module: Module, known: byt
     try:
         given = msgspec.msgpack.decode(known, type=Given)
     except msgspec.DecodeError as error:
-        raise StoreError(f"the module that was given cannot be read: {error}") from error
+        raise DamagedError(f"the module that was given cannot be read: {error}") from error
     if given.action != action:
         raise FailedError("in this run the module was given already, with other noise")
     return given.tensors

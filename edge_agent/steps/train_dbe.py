@@ -26,16 +26,13 @@ from fedge.tensors import HEAD, Floats, Layout, Model, TensorInfo, Tensors, over
 
 
 class MeanRegularised:
-    """Cross-entropy of Hd(f + P) + kappa mean_d[(r_d - g_d)^2 / 2]; r <- (1 - m) r + m mean_batch(f), initially r = 0.
+    """Cross-entropy of Hd(f + P) + kappa mean_d[(r_d - g_d)^2 / 2], r the batch's mean of f.
 
-    The gradient flows only through the current batch's mean, not through earlier r. Context manager: inside it, the
-    head adds P to the features.
+    Context manager: inside it, the head adds P to the features.
     """
 
-    def __init__(self, head: nn.Linear, offset: Tensor, goal: Tensor, *, momentum: float, kappa: float) -> None:
-        self._offset, self._goal, self._momentum, self._kappa = offset, goal, momentum, kappa
-        self._head = head
-        self._features = self._running = torch.zeros_like(goal)
+    def __init__(self, head: nn.Linear, offset: Tensor, goal: Tensor, *, kappa: float) -> None:
+        self._head, self._offset, self._goal, self._kappa = head, offset, goal, kappa
 
     def __enter__(self) -> Self:
         self._hook = self._head.register_forward_pre_hook(self._add)
@@ -49,11 +46,10 @@ class MeanRegularised:
         return self._features + self._offset
 
     def __call__(self, module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        """The loss of a batch; each call updates r."""
+        """The loss of a batch."""
         logits = module(x)
-        r = (1 - self._momentum) * self._running + self._momentum * self._features.mean(dim=0)
-        self._running = r.detach()
-        return functional.cross_entropy(logits, y) + self._kappa * (0.5 * (r - self._goal) ** 2).mean()
+        away = self._features.mean(dim=0) - self._goal
+        return functional.cross_entropy(logits, y) + self._kappa * (0.5 * away**2).mean()
 
 
 def run(device: Device, action: TrainDbe) -> Result:
@@ -67,7 +63,7 @@ def learn(device: Device, action: TrainDbe, start: Model, mine: Tensors | None, 
 
     Args:
         device: the owner of the samples.
-        action: momentum m, kappa, SGD of both.
+        action: kappa, SGD of both.
         start: the global model.
         mine: the offset so far; None: zero.
         goal: g (D,), the mean of the features over all devices.
@@ -89,7 +85,7 @@ def learn(device: Device, action: TrainDbe, start: Model, mine: Tensors | None, 
     offset.requires_grad_().register_post_accumulate_grad_hook(move)  # type: ignore[no-untyped-call]
     g = tensor(goal, network.processor)
     head = models.head_of(network.module, network.layout)
-    with MeanRegularised(head, offset, g, momentum=action.momentum, kappa=action.kappa) as loss:
+    with MeanRegularised(head, offset, g, kappa=action.kappa) as loss:
         Trainer(network, *device.data.shared, sgd, device.rng(), loss=loss).run(
             sgd.steps_for(device.data.n_shared), device.stop
         )

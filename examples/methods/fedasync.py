@@ -24,10 +24,10 @@ import numpy as np
 from msgspec import Meta, Struct
 
 from coordinator.fleet import Fleet, Seen
-from coordinator.methods import Method, State, round_done
+from coordinator.methods import Method, ModelState, round_done
 from fedge.messages import BlobRef
 from fedge.steps.train import Start, Train, Trained
-from fedge.tensors import Layout, Model, unflatten
+from fedge.tensors import Model, unflatten
 
 
 class FedAsyncOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -37,10 +37,9 @@ class FedAsyncOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     a: Annotated[float, Meta(ge=0)] = 0.5
 
 
-class FedAsyncState(State, frozen=True, kw_only=True):
+class FedAsyncState(ModelState, frozen=True, kw_only=True):
     """`model`: w. `starts`: of each device what it trains from. `seen`: what the next norms are measured against."""
 
-    model: BlobRef
     starts: dict[str, BlobRef] = {}
     staleness: int = 0
     seen: tuple[Seen, ...] = ()
@@ -51,10 +50,7 @@ class FedAsync(Method[FedAsyncState]):
 
     name = "fedasync"
     Options: ClassVar[type[Struct]] = FedAsyncOptions
-
-    def init(self, layout: Layout, model: BlobRef) -> FedAsyncState:
-        """The state before the first step."""
-        return FedAsyncState(round=0, layout=layout, model=model)
+    State = FedAsyncState
 
     async def round(self, state: FedAsyncState, fleet: Fleet) -> FedAsyncState:
         """Have idle devices begin, wait for one answer, step."""
@@ -86,10 +82,6 @@ class FedAsync(Method[FedAsyncState]):
             counters=np.maximum(w.counters, change.counters),
         )
         return fleet.put(unflatten(model, state.layout))
-
-    def serves(self, state: FedAsyncState, device_id: str) -> BlobRef:  # noqa: ARG002 - all the same
-        """The newest model."""
-        return state.model
 
     def summary(self, state: FedAsyncState) -> dict[str, Any]:
         """With the staleness of the last answer."""

@@ -20,6 +20,7 @@ class FitGate(Action, frozen=True, kw_only=True):
     STEP: ClassVar = "fit_gate"
     RESULT: ClassVar = Installed
     DEVICE: ClassVar = "edge_agent.steps.fit_gate"
+    EXPORTS: ClassVar = True
     TIMED: ClassVar = False
 
     calibration: dict[Role, Calibration]

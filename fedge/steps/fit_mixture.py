@@ -24,6 +24,7 @@ class FitMixture(Action, frozen=True, kw_only=True):
     STEP: ClassVar = "fit_mixture"
     RESULT: ClassVar = Installed
     DEVICE: ClassVar = "edge_agent.steps.fit_mixture"
+    EXPORTS: ClassVar = True
     TIMED: ClassVar = False
 
     experts: Starts

@@ -17,6 +17,7 @@ class FitPool(Served, frozen=True, kw_only=True):
     STEP: ClassVar = "fit_pool"
     RESULT: ClassVar = Installed
     DEVICE: ClassVar = "edge_agent.steps.fit_pool"
+    EXPORTS: ClassVar = True
     TIMED: ClassVar = False
 
     kept_by: Id

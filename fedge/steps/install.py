@@ -50,6 +50,7 @@ class Install(Served, frozen=True, kw_only=True):
     STEP: ClassVar = "install"
     RESULT: ClassVar = Installed
     DEVICE: ClassVar = "edge_agent.steps.install"
+    EXPORTS: ClassVar = True
     TIMED: ClassVar = False
 
     method: Text

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Final
-
-from msgspec import Meta
+from typing import ClassVar, Final
 
 from fedge.messages import BlobRef, NonNegative
 from fedge.steps.train import Train
@@ -14,13 +12,12 @@ OFFSET: Final = "offset"
 
 
 class TrainDbe(Train, frozen=True, kw_only=True):
-    """`momentum`: of the running mean of the features; `kappa`: weight of its distance to `global_mean`."""
+    """`kappa`: weight of the distance of a batch's mean features to `global_mean`."""
 
     STEP: ClassVar = "train_dbe"
     DEVICE: ClassVar = "edge_agent.steps.train_dbe"
 
     global_mean: BlobRef  # {"mean": (D,) float32}
-    momentum: Annotated[float, Meta(gt=0, le=1)] = 1.0
     kappa: NonNegative = 1.0
 
     @staticmethod

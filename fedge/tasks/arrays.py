@@ -11,11 +11,10 @@ from numpy.typing import NDArray
 
 from fedge.errors import ConfigError
 from fedge.npz import load
+from fedge.task import TEST
 from fedge.text import nearest, printable
 
 KEYS: Final = ("x", "y", "split", "sensitive", "user", "classes")
-TRAIN, VALIDATION, TEST = range(3)
-"""Values of `split`."""
 
 
 def read(file: Path, *, labelled: bool = True) -> dict[str, NDArray[Any]]:

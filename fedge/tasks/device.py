@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedge import preprocess, table
+from fedge import images, preprocess, table
 from fedge.errors import ConfigError
-from fedge.task import TaskSpec
-from fedge.tasks import arrays, images
+from fedge.files import require_there
+from fedge.task import TEST, TRAIN, VALIDATION, TaskSpec
+from fedge.tasks import arrays
 from fedge.tasks.data import DeviceData, user_task
 from fedge.tasks.sampling import n_validation, spread
 
@@ -31,13 +32,13 @@ def device_data(task: TaskSpec, source: Path, *, seed: int) -> DeviceData:
         ConfigError: the source cannot be read or does not fit the task.
     """
     if ":" in task.name:
-        own = user_task(task.name).device_data(source, seed=seed)
+        own = _by_its_own_task(task, source, seed)
         own.require_labels_of(task)
         return own
     x, y, split, sensitive = _raw(task, source)
     if split is None:
         split = _hold_out(y, sensitive, seed)
-    train, validation = split == arrays.TRAIN, split == arrays.VALIDATION
+    train, validation = split == TRAIN, split == VALIDATION
     return DeviceData(
         x_train=preprocess.apply(task, x[train]),
         y_train=y[train],
@@ -60,9 +61,17 @@ def device_inputs(task: TaskSpec, source: Path) -> NDArray[np.float32]:
     Sensitive samples and test samples are left out. Arguments and errors: as `device_data`.
     """
     if ":" in task.name:
-        return user_task(task.name).device_data(source, seed=0).shared[0]
+        return _by_its_own_task(task, source, 0).shared[0]
     x, _, split, sensitive = _raw(task, source, labelled=False)
-    return preprocess.apply(task, x[~sensitive if split is None else ~sensitive & (split != arrays.TEST)])
+    return preprocess.apply(task, x[~sensitive if split is None else ~sensitive & (split != TEST)])
+
+
+def _by_its_own_task(task: TaskSpec, source: Path, seed: int) -> DeviceData:
+    try:
+        return user_task(task.name).device_data(source, seed=seed)
+    except OSError as error:
+        require_there(source, "file or folder of samples")
+        raise ConfigError(f"{task.name} cannot read {source}: {error}") from error
 
 
 _Raw = tuple[NDArray[Any], NDArray[np.int64], NDArray[np.int64] | None, NDArray[np.bool_]]
@@ -92,5 +101,5 @@ def _hold_out(y: NDArray[np.int64], sensitive: NDArray[np.bool_], seed: int) -> 
     for marked, stream in ((False, seed), (True, [seed, 1])):
         (own,) = np.nonzero(sensitive == marked)
         if len(own):
-            split[own[spread(y[own], n_validation(len(own)), np.random.default_rng(stream))]] = arrays.VALIDATION
+            split[own[spread(y[own], n_validation(len(own)), np.random.default_rng(stream))]] = VALIDATION
     return split

@@ -14,10 +14,10 @@ from typing import Any, Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from fedge import preprocess
+from fedge import images, preprocess
 from fedge.errors import ConfigError
-from fedge.task import TaskSpec
-from fedge.tasks import arrays, images, partitioners
+from fedge.task import TEST, TRAIN, VALIDATION, TaskSpec
+from fedge.tasks import partitioners
 from fedge.tasks.data import DeviceData
 from fedge.tasks.partitioners import FEWEST, FEWEST_BLOCKS, MIN_SAMPLES, Ints, Milder, Sizes, Units, units_of
 from fedge.tasks.pool import Pool
@@ -183,7 +183,7 @@ def write_share(share: Share, path: Path, classes: tuple[str, ...] | None = None
     """Write a share as a real device's data: an .npz file, or with `classes` a folder of PNG images per class."""
     x = np.concatenate([share.x_train, share.x_val, share.x_test])
     y = np.concatenate([share.y_train, share.y_val, share.y_test])
-    parts = (arrays.TRAIN, arrays.VALIDATION, arrays.TEST)
+    parts = (TRAIN, VALIDATION, TEST)
     split = np.repeat(np.array(parts), [len(share.y_train), len(share.y_val), len(share.y_test)])
     marks = np.zeros(len(y), dtype=np.bool_)
     own = share.sensitive if share.sensitive_val is None else np.concatenate([share.sensitive, share.sensitive_val])
@@ -292,7 +292,7 @@ def _write_folder(
     for path, image in zip(paths, x, strict=True):
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(image).save(folder / path)
-    parts = {"val": arrays.VALIDATION, "test": arrays.TEST}
+    parts = {"val": VALIDATION, "test": TEST}
     lists = {part: [paths[i] for i in np.flatnonzero(split == number)] for part, number in parts.items()}
     (folder / images.SPLIT_FILE).write_text(json.dumps(lists), encoding="utf-8")
     marked = [paths[i] for i in np.flatnonzero(marks)]

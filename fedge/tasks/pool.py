@@ -12,11 +12,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from fedge import table
+from fedge import images, table
 from fedge.errors import ConfigError
 from fedge.loading import load_object
 from fedge.task import Preprocessing, TaskSpec
-from fedge.tasks import arrays, har, images, speech
+from fedge.tasks import arrays, har, speech
 from fedge.tasks.device import device_data
 from fedge.tasks.specs import task_spec
 

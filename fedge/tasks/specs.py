@@ -10,11 +10,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from fedge import images
 from fedge.errors import MALFORMED, ConfigError
 from fedge.files import write_atomically
 from fedge.table import read_schema
 from fedge.task import Preprocessing, TaskSpec
-from fedge.tasks import arrays, images
+from fedge.tasks import arrays
 from fedge.tasks.data import user_task
 from fedge.text import nearest
 

@@ -42,12 +42,19 @@ class Script(NamedTuple):
 
 QUICK = ("--quick", "--jobs", "1", "--out", "out")
 SCRIPTS = {
+    "checks.py": Script(
+        ("--numbers", "70000", "--updates", "4", "--repetitions", "1"),
+        ("int8+zstd", "thread", "processes", "reports_s"),
+    ),
     "clustering.py": Script(("--devices", "60"), ("aidc", "mctc", "rand", "memory_mb")),
     "default_method.py": Script(
         ("--settings", "digits, alpha 0.5", "--methods", "fedge,fedavg", "--seeds", "0", "--jobs", "1", "--out", "out"),
         ("digits, alpha 0.5", "fedge", "fedavg", "to_best_other"),
     ),
     "dp.py": Script(("--tasks", "digits", "--rounds", "1"), ("digits", "inf", "global", "own")),
+    "frameworks.py": Script(
+        ("--sizes", "small:4", "--rounds", "2", "--rivals", "plain"), ("fedge", "plain", "idle_ms_per_client")
+    ),
     "independent.py": Script(
         ("--devices", "3", "--rounds", "2", "--samples", "200", "--seeds", "0"),
         ("fedavg, plain PyTorch", "fedper, plain PyTorch"),
@@ -63,15 +70,11 @@ SCRIPTS = {
         ("--devices", "30", "--rounds", "2", "--processes", "1", "--deadline-s", "20", "--storm"),
         ("devices", "reports/s", "coordinator MB", "back s", "lost"),
     ),
-    "order_book.py": Script(("--devices", "20", "40", "--repeats", "1"), ("order book", "growth", "us_per_device")),
     "round_overhead.py": Script(
         ("--agents", "1", "--rounds", "1", "--models", "1.6 MB"), ("coordinator", "agent", "broker", "peak_mb")
     ),
     "serving.py": Script(("--requests", "16", "--rounds", "1"), ("loop", "json, 1", "binary, 16", "server_ms")),
-    "simulate.py": Script(
-        ("speed", "--model", "mlp", "--devices", "4", "--steps", "2", "--samples", "200", "--repeats", "1"),
-        ("fleet", "sequential", "idle", "plain, 1 threads"),
-    ),
+    "simulate.py": Script(("scale", "--devices", "20", "--rounds", "1"), ("seconds", "peak_gib", "split")),
     "store.py": Script(("--reports", "20"), ("reports/s, 1 under way", "reports/s, 100 under way", "fsyncs/s")),
     "papers/cfic.py": Script((*QUICK, "--settings", "skew 0.1, lr 0.1"), ("FedAvg", "CFIC 0.9 / 0.2", "claim")),
     "papers/fedcoe.py": Script((*QUICK, "--data", str(DATA)), ("FedCoE printed", "repaired", "cold"), "mnist"),
@@ -91,6 +94,7 @@ LONG = (
     "at_rest.py",
     "attacks.py",
     "deep.py",
+    "deeper.py",
     "engines.py",
     "gate.py",
     "inference.py",
@@ -101,6 +105,10 @@ LONG = (
     "papers/natural.py",
 )
 """Their smallest inputs take 7 to 25 seconds of a processor, or minutes."""
+
+
+RIVALS = ("flower_simulation.py", "pfl_simulation.py")
+"""Run by frameworks.py in environments of their own, with packages that the project does not have."""
 
 
 def run(script: str, arguments: tuple[str, ...], folder: Path) -> str:
@@ -141,7 +149,7 @@ def test_each_script_is_run() -> None:
         for file in BENCHMARKS.rglob("*.py")
         if '__name__ == "__main__"' in file.read_text()
     }
-    assert scripts == {*SCRIPTS, *LONG}
+    assert scripts == {*SCRIPTS, *LONG, *RIVALS}
 
 
 @pytest.mark.timeout(300)

@@ -21,7 +21,7 @@ os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
 import click
 
 from fedge.broker import mosquitto_path
-from tests.chaos.programs import preload
+from tests.chaos.programs import FAKETIME, preload
 from tests.chaos.rounds import Weather
 
 
@@ -37,6 +37,8 @@ def main(minutes: float, seed: int, rounds: int, every_s: float) -> None:
 
 async def _run(minutes: float, seed: int, rounds: int, every_s: float) -> int:
     preload()
+    if FAKETIME is None:
+        click.echo("libfaketime is not installed (Debian: apt install faketime): clocks jump in Python alone")
     total: Counter[str] = Counter()
     began, rng = time.monotonic(), random.Random(seed)
     while time.monotonic() - began < 60 * minutes:

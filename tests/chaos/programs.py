@@ -1,7 +1,8 @@
 """`fedge` programs as processes that start in milliseconds, so that they can be killed a thousand times.
 
 Each is forked from one process that has imported everything and started nothing. From then on it is what `fedge` is:
-its own memory, files, sockets and signals.
+its own memory, files, sockets and signals. Each has a wall clock of its own: by libfaketime, which every library of the
+process then sees, or where that is not installed by `time.time` alone.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ import ctypes
 import multiprocessing
 import os
 import resource
+import select
 import signal
 import sys
 import time
 from collections.abc import Sequence
+from multiprocessing import forkserver
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from typing import Final
@@ -25,13 +28,28 @@ PRELOADED: Final = (
     "export.parity", "onnxscript", "fedge.models", "fedge.tasks", "fedge.transport", "tests.chaos.programs",
 )  # fmt: skip
 PR_SET_PDEATHSIG: Final = 1
+FAKETIME: Final = next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), None)
+"""Debian's package faketime, if it is installed."""
+CLOCKS: Final = {
+    "LD_PRELOAD": str(FAKETIME),
+    "FAKETIME_CACHE_DURATION": "1",
+    "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+    "NO_FAKE_STAT": "1",
+}
 
 _forking = multiprocessing.get_context("forkserver")
 
 
 def preload() -> None:
-    """Import everything once; `Program` does so otherwise when it is first called."""
+    """Import everything once, in a process whose children have clocks of their own."""
     _forking.set_forkserver_preload(list(PRELOADED))
+    if FAKETIME is not None:
+        os.environ |= CLOCKS
+    try:
+        forkserver.ensure_running()
+    finally:
+        for name in CLOCKS:
+            os.environ.pop(name, None)
 
 
 class Program:
@@ -46,8 +64,11 @@ class Program:
 
     def __init__(self, words: Sequence[object], log: Path, *, ahead_s: float = 0.0, memory: int | None = None) -> None:
         self.log = log
-        self._ahead: Synchronized[float] = _forking.Value("d", ahead_s, lock=False)  # type: ignore[assignment]
-        self._process = _forking.Process(target=_run, args=([str(word) for word in words], log, self._ahead, memory))
+        self._clock = log.with_suffix(".clock")
+        self._ahead: Synchronized[float] = _forking.Value("d", 0.0, lock=False)  # type: ignore[assignment]
+        self.jump(ahead_s)
+        given = ([str(word) for word in words], log, self._clock, self._ahead, memory)
+        self._process = _forking.Process(target=_run, args=given)
         self._process.start()
 
     @property
@@ -73,15 +94,23 @@ class Program:
 
     def jump(self, ahead_s: float) -> None:
         """Set its wall clock, as somebody or the network would."""
-        self._ahead.value = ahead_s  # type: ignore[attr-defined]
+        if FAKETIME is None:
+            self._ahead.value = ahead_s  # type: ignore[attr-defined]
+        else:
+            new = self._clock.with_suffix(".new")
+            new.write_text(f"{ahead_s:+.0f}")
+            new.replace(self._clock)
 
 
-def _run(words: list[str], log: Path, ahead: Synchronized[float], memory: int | None) -> None:
+def _run(words: list[str], log: Path, clock: Path, ahead: Synchronized[float], memory: int | None) -> None:
     """In the new process."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for number in (1, 2):
         os.dup2(handle, number)
+    os.environ["FAKETIME_TIMESTAMP_FILE"] = str(clock)
+    if FAKETIME is not None:  # it gives the kernel absolute times of sleep by the wrong clock
+        time.sleep = lambda seconds: select.select([], [], [], seconds)  # type: ignore[assignment]
     right = time.time
     time.time = lambda: right() + ahead.value  # type: ignore[attr-defined]
     if memory is not None:

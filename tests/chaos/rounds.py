@@ -1,6 +1,7 @@
 """One federation in bad weather: programs are killed and stopped, the network and the disks fail, clocks jump.
 
-In one of three all messages are signed, over TLS. Beside each, `fedge serve` answers on a device of its own.
+In one of three all messages are signed, over TLS. Beside each, `fedge serve` answers on a device of its own, and
+another one on the home of an agent, as its device in the federation.
 
 The end is equal, in every bit, to that of the same federation in one process without a network, in which the same
 devices are there in each round and the same ones decline: a device that is away when a round begins is not asked, and
@@ -10,6 +11,7 @@ one that has run out of memory or disk may say so instead of working.
 from __future__ import annotations
 
 import asyncio
+import datetime as dt
 import functools
 import random
 import shutil
@@ -41,7 +43,9 @@ from tests.support.federation import NAME, SEED, Federation, same, settings, wor
 from tests.support.identities import Authority, OpenBroker
 
 DEVICES: Final = ("cam0", "cam1", "cam2")
-PROGRAMS: Final = ("coordinator", *DEVICES, "serve")
+BESIDE: Final = "serve beside cam0"
+"""`fedge serve` on the home of that agent."""
+PROGRAMS: Final = ("coordinator", *DEVICES, "serve", BESIDE)
 METHODS: Final[Mapping[str, type[State]]] = {
     "fedavg": FedAvgState, "fedrep": PersonalState, "dbe": DbeState, "fedge": FedgeState
 }  # fmt: skip
@@ -53,6 +57,8 @@ KIND: Final = {
 """How often which fault comes, relative to each other."""
 ROUGH: Final = {**KIND, "memory": 2, "device's disk": 1, "device's disk read-only": 1}
 FORWARD_S: Final = 365 * 86400.0
+LIFE: Final = dt.timedelta(days=3 * 365)
+"""Of certificates, before and after now: clocks are a year off."""
 END_S: Final = 1800.0
 LONGEST_PAUSE_S: Final = 15.0
 """Faults come less often as long as nothing is done between them: a slow machine would never get on."""
@@ -75,7 +81,7 @@ class Weather:
         self._rng = rng
         self._rounds = rounds
         self._rough = rough
-        self._authority = Authority(folder / "authority", NAME) if signed else None
+        self._authority = Authority(folder / "authority", ago=LIFE, days=2 * LIFE.days) if signed else None
         self._every_s = every_s
         self._method = rng.choice(list(METHODS))
         self._programs: dict[str, Program] = {}
@@ -93,7 +99,8 @@ class Weather:
         """From the first start to the audit; `wrong` is what it found."""
         async with self._around():
             beside = [
-                asyncio.create_task(work) for work in (self._rage(), self._runtime.ask(), self._runtime.install())
+                asyncio.create_task(work)
+                for work in (self._rage(), self._runtime.ask(), self._beside.ask(), self._runtime.install())
             ]
             try:
                 async with asyncio.timeout(END_S):
@@ -110,18 +117,19 @@ class Weather:
                 for program in self._programs.values():
                     program.send(signal.SIGCONT)
                     program.kill()
-            self.wrong += self._runtime.wrong
+            self.wrong += self._runtime.wrong + self._beside.wrong
             if not self.wrong:
                 await self._audit()
 
     @asynccontextmanager
     async def _around(self) -> AsyncIterator[None]:
         """Broker, network and disks."""
-        for name in PROGRAMS:
+        for name in (*DEVICES, "coordinator", "serve"):
             if disk.mount(self._folder / name):
                 self._disks.add(name)
         try:
-            self._runtime = await asyncio.to_thread(Runtime, self._folder, self._programs, self.n)
+            self._runtime = await self._installed("serve", "serve", 1)
+            self._beside = await self._installed(BESIDE, DEVICES[0], 0)
             home = self._folder / "broker"
             async with OpenBroker(self._authority, home) if self._authority else LocalBroker(home=home) as self._broker:
                 ca_file = str(self._authority.file) if self._authority else None
@@ -138,6 +146,9 @@ class Weather:
                     shutil.copytree(self._folder / name, self._folder / f"{name}.kept", dirs_exist_ok=True)
                 disk.unmount(self._folder / name)
 
+    async def _installed(self, name: str, home: str, release: int) -> Runtime:
+        return await asyncio.to_thread(Runtime, name, self._folder / home, release, self._programs, self.n)
+
     # ------------------------------------------------------------------------------------------------- programs
 
     async def _watch(self) -> bool:
@@ -148,7 +159,7 @@ class Weather:
                 code = None if program is None else program.ended
                 if name == "coordinator" and code == 0:
                     return False
-                busy = name == "serve" and code == 2 and IN_USE in _end_of(program)
+                busy = name in {"serve", BESIDE} and code == 2 and IN_USE in _end_of(program)
                 poor = name in self._poor  # with little memory SQLite says that the disk is bad
                 if not (code in EXPECTED or busy or poor) or (code == 4 and not self._full[name] and not poor):
                     self.wrong.append(f"{name} ended with {code}: {_end_of(program)}")
@@ -162,15 +173,31 @@ class Weather:
     def _start(self, name: str, memory: int | None = None) -> None:
         log = self._folder / f"{name}.log"
         ahead_s = self._rng.choice((0.0, 0.0, FORWARD_S, -FORWARD_S))
-        command = self._runtime.words if name == "serve" else self._words(name)
+        command = self._words(name)
         self._programs[name] = Program(command, log, ahead_s=ahead_s, memory=memory)
         self._poor = self._poor - {name} | ({name} if memory else set())
         self.n["starts"] += 1
 
+    @property
+    def _place(self) -> dict[str, Any]:
+        return {"broker": f"{self._network.host}:{self._network.port}", "federation": NAME}
+
+    def _identity(self, name: str) -> dict[str, str]:
+        """The files of a certificate, if there are any here."""
+        if self._authority is None:
+            return {}
+        if name not in self._certificates:
+            role = Role.COORDINATOR if name == "coordinator" else Role.DEVICE
+            self._certificates[name] = self._authority.issue(name, role)
+        return self._certificates[name]
+
     def _words(self, name: str) -> list[object]:
+        if name == "serve":
+            return self._runtime.words
+        if name == BESIDE:
+            return [*self._beside.words, *words({**self._place, "id": DEVICES[0], **self._identity(DEVICES[0])})]
         federation = self._federation
-        where = {"broker": f"{self._network.host}:{self._network.port}", "federation": NAME}
-        given: dict[str, Any] = {**where, "task": self._folder / "task.json", "home": self._folder / name}
+        given = {**self._place, "task": self._folder / "task.json", "home": self._folder / name}
         if name == "coordinator":
             given |= {
                 "seed": SEED,
@@ -182,12 +209,7 @@ class Weather:
             given |= {"rounds": self._rounds, "local_steps": STEPS}
         else:
             given |= {"id": name, "data": federation.data(name), "context_interval_s": 1}
-        if self._authority:
-            role = Role.COORDINATOR if name == "coordinator" else Role.DEVICE
-            if name not in self._certificates:
-                self._certificates[name] = self._authority.issue(name, role)
-            given |= self._certificates[name]
-        return ["coordinator" if name == "coordinator" else "agent", *words(given)]
+        return ["coordinator" if name == "coordinator" else "agent", *words(given | self._identity(name))]
 
     def _look(self) -> None:
         """What was accepted stays accepted."""
@@ -253,10 +275,13 @@ class Weather:
     async def _fill(self, name: str, fault: str) -> None:
         if name not in self._disks:
             return
-        self._full[name] = 2  # its next two ends may be for this reason
+        for each in (name, BESIDE) if name == DEVICES[0] else (name,):
+            self._full[each] = 2  # its next two ends may be for this reason
         folder = self._folder / name
         if fault.endswith("read-only"):
             self._kill(name)
+            if name == DEVICES[0]:
+                self._kill(BESIDE)
             with disk.read_only(folder) as done:
                 await asyncio.sleep(0.3 if done else 0.0)
         else:

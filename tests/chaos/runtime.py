@@ -30,18 +30,24 @@ CLASSES: Final = golden()["probabilities"].argmax(1).tolist()
 
 
 class Runtime:
-    """`fedge serve` with a home of its own; a bundle lies there from the beginning. `wrong`: what it should not do."""
+    """`fedge serve` with a home of its own, or an agent's; a bundle lies there from the beginning.
 
-    def __init__(self, folder: Path, programs: MutableMapping[str, Program], n: Counter[str]) -> None:
+    `name`: of the program; `wrong`: what it should not do.
+    """
+
+    def __init__(
+        self, name: str, home: Path, release: int, programs: MutableMapping[str, Program], n: Counter[str]
+    ) -> None:
         self.wrong: list[str] = []
-        self._folder = folder
-        self._home = folder / "serve"
+        self._name = name
+        self._folder = home.parent
+        self._home = home
         self._programs = programs
         self._n = n
         self._port = free_port("127.0.0.1")
         self._known: set[str] = set()
         with owned(self._home) as slots:
-            install_in(self._home, slots, read(self._bundle(1)))
+            install_in(self._home, slots, read(self._bundle(release)))
 
     @property
     def words(self) -> list[object]:
@@ -49,7 +55,7 @@ class Runtime:
         return ["serve", "--home", self._home, "--port", self._port]
 
     def _bundle(self, release: int) -> Path:
-        folder = variant(self._folder / f"release-{release}", release=release)
+        folder = variant(self._folder / f"{self._home.name}-release-{release}", release=release)
         self._known.add(read(folder).digest)
         return folder
 
@@ -74,7 +80,7 @@ class Runtime:
         async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(force_close=True)) as session:
             while True:
                 await asyncio.sleep(0.05)
-                program = self._programs.get("serve")
+                program = self._programs.get(self._name)
                 try:
                     async with session.post(url, data=body(X)) as response:
                         answer = await response.json()

@@ -6,6 +6,9 @@ import contextlib
 import json
 import os
 import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,7 @@ from coordinator.fleet import Device
 from coordinator.store import ISSUE, Event, Store, undeleted
 from fedge.cli import main
 from fedge.errors import ConfigError, StoreError
+from fedge.files import InUseError
 from tests.coordinator.test_store import order, report
 
 
@@ -61,6 +65,28 @@ def test_all_tables_and_tensors_are_copied_and_only_open_orders_get_another_id(
         assert not (tmp_path / "again").exists()
 
 
+@pytest.mark.parametrize("to_bucket", [False, True])
+def test_tensors_in_a_bucket_are_copied_and_go_home_or_into_another(
+    bucket: str, tmp_path: Path, to_bucket: bool
+) -> None:
+    home, folder, new = tmp_path / "home", tmp_path / "backup", tmp_path / "new"
+    with contextlib.closing(Store(home, blobs=bucket)) as store:
+        store.remember("blobs", bucket)
+        digest = store.blobs.put(b"a model")
+        with contextlib.closing(Store(home, blobs=bucket, intake=True)) as intake:
+            intake.blobs.put(b"an update that the dispatcher has not seen")
+        (home / "summary.json").write_text(json.dumps({"federation": "f", "round": 0, "at": 1.0}))
+        assert back_up(home, None, folder) == 2
+    elsewhere = f"{bucket}/elsewhere" if to_bucket else None
+    assert restore_to(folder, new, None, elsewhere) == 2
+    with contextlib.closing(Store(new, blobs=elsewhere)) as store:
+        store.require_blobs(elsewhere)
+        assert store.blobs.get(digest) == b"a model"
+    if elsewhere:
+        with contextlib.closing(Store(new, blobs=elsewhere, intake=True)) as intake:
+            assert intake.blobs.get(digest) == b"a model"
+
+
 def test_nothing_is_deleted_while_a_backup_is_made(home: Path) -> None:
     with contextlib.closing(Store(home)) as store:
         with undeleted(home):
@@ -84,10 +110,6 @@ def test_what_is_there_stays_and_what_is_damaged_is_named(home: Path, tmp_path: 
     assert not folder.exists()
     blob.write_bytes(whole)
     back_up(home, None, folder)
-    with contextlib.closing(Store(home)) as store:
-        store.keep("blobs", "s3://bucket/shop")
-    with pytest.raises(ConfigError, match="the tensors are in s3://bucket/shop: stop the coordinator and copy both"):
-        back_up(home, None, tmp_path / "other")
     with pytest.raises(ConfigError, match="home is there already"):
         restore_to(folder, home, None)
     (folder / "store.db").unlink()
@@ -151,3 +173,27 @@ def test_the_name_in_a_backup_becomes_no_other_sql(home: Path, tmp_path: Path) -
     (tmp_path / "backup" / "summary.json").write_text(json.dumps(evil))
     with pytest.raises(ConfigError, match="is no name of a federation"):
         restore_to(tmp_path / "backup", tmp_path / "new", "postgresql://fedge@127.0.0.1:1/fedge")
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from coordinator.store import undeleted
+with undeleted(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.process
+def test_two_backups_take_turns_and_a_killed_one_leaves_no_lock(home: Path, tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(home)], stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"held\n"
+        with ThreadPoolExecutor() as threads:
+            backups = [threads.submit(back_up, home, None, tmp_path / name) for name in ("a", "b")]
+            with pytest.raises(InUseError), undeleted(home, "taken"):
+                pass
+            assert not any(backup.done() for backup in backups)
+            other.kill()
+            assert [backup.result(timeout=30) for backup in backups] == [1, 1]

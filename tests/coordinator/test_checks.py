@@ -134,9 +134,3 @@ def test_a_network_that_is_too_large_names_the_boards(monkeypatch: pytest.Monkey
     assert not found.stops
     assert "Raspberry Pi Zero 2 W (0.3 GB free)" in found.what
     assert "Jetson Orin Nano" not in found.what
-
-
-def test_classes_without_samples_are_named() -> None:
-    (found,) = checks.classes_without_samples(TASK, np.array([0, 1, 2, 3, 4, 5, 6, 7]))
-    assert found.what == "no sample is of 8, 9"
-    assert checks.classes_without_samples(TASK, np.arange(10)) == []

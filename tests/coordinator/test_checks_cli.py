@@ -15,6 +15,16 @@ def test_it_tells_what_a_task_and_a_network_are_and_need(capsys: pytest.CaptureF
     assert "remark" not in told
 
 
+@pytest.mark.parametrize(("free", "says"), [("0.1", "too much for the devices (0.1 GB free)"), ("8", "")])
+def test_a_network_is_compared_with_the_memory_of_the_devices(
+    free: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", "--task", "digits", "--ram-gb", free, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ram_gb"] > 0.1
+    assert any(says in finding["what"] for finding in found["findings"]) is bool(says)
+
+
 def test_remarks_and_faults_are_told_as_json_and_by_the_exit_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -45,3 +55,31 @@ def test_a_devices_own_data_are_checked_against_the_task_of_its_federation(
     np.savez(tmp_path / "odd.npz", x=np.zeros((4, 9, 9)), y=np.arange(4))
     assert main([*words, str(tmp_path / "odd.npz")]) == 2
     assert "shape" in capsys.readouterr().err
+
+
+def test_samples_are_counted_by_device_and_class(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sample", "--out", str(tmp_path / "s"), "--devices", "2"]) == 0
+    sources = [str(tmp_path / f"s/cam{n}.npz") for n in (1, 2)]
+    capsys.readouterr()
+    assert main(["check", "--task", "digits", *sources]) == 0
+    told = capsys.readouterr().out
+    assert all(f"{source}  " in told for source in sources)
+    assert main(["check", "--task", "digits", *sources, "--json"]) == 0
+    counts = json.loads(capsys.readouterr().out)["samples"]
+    assert [*counts] == sources
+    assert sum(counts[sources[0]].values()) > 100
+
+
+def test_data_that_are_not_there_are_told_with_where_it_looked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos/a.gif").touch()
+    monkeypatch.chdir(tmp_path)
+    for data, told in (
+        ("photo", f"there is no folder or .zip of images at {tmp_path / 'photo'} (did you mean photos?)"),
+        ("a/b", f"not even the folder {tmp_path / 'a'} exists"),
+        ("photos", "there is no image in it, but a.gif"),
+    ):
+        assert main(["check", "--task", "image-folder", "--data", data]) == 2
+        assert told in capsys.readouterr().err

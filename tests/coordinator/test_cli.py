@@ -25,6 +25,7 @@ from coordinator.methods import RoundSummary, make
 from coordinator.methods.fedavg import FedAvgState
 from coordinator.service import CoordinatorSettings, write_summary
 from coordinator.store import Store
+from fedge import retained
 from fedge.broker import LocalBroker
 from fedge.errors import ConfigError, StoreError, TransportError
 from fedge.identity import CRL, Role
@@ -86,6 +87,19 @@ def test_status_tells_rounds_devices_traffic_and_refusals(home: Path) -> None:
     assert "  cam2: not seen, trained 0 times\n    round 1: declined: hot" in said.output
 
 
+def test_status_after_the_end_says_that_devices_were_online_and_names_the_end(home: Path) -> None:
+    file = home / "summary.json"
+    found = json.loads(file.read_bytes()) | {"devices": {"cam1": "online"}}
+    for changes, texts in (
+        ({}, ("  cam1: online, trained",)),
+        ({"ended": True, "done": True}, ("  cam1: was online, trained",)),
+        ({"round": 2, "rounds": 2}, ("rounds      2 of 2, the end is under way",)),
+    ):
+        file.write_text(json.dumps(found | changes))
+        said = CliRunner().invoke(status, ["--home", str(home)], catch_exceptions=False).output
+        assert all(text in said for text in texts), said
+
+
 def test_status_says_who_ended_without_a_bundle(home: Path) -> None:
     found = json.loads((home / "summary.json").read_bytes())
     (home / "summary.json").write_text(json.dumps(found | {"without_bundle": ["cam1"]}))
@@ -97,10 +111,10 @@ def test_status_says_who_ended_without_a_bundle(home: Path) -> None:
 @pytest.mark.parametrize(
     ("ahead_s", "text"),
     [
-        (365 * 86400, "365 days ahead of"),
-        (-86400, "1 days behind"),
-        (-3725, "1 h 2 min behind"),
-        (61, "0 h 1 min ahead of"),
+        (365 * 86400, "365 d ahead of"),
+        (-86400, "1 d behind"),
+        (-3725, "1 h behind"),
+        (61, "1 min ahead of"),
     ],
 )
 def test_status_shows_clocks_that_do_not_agree(home: Path, ahead_s: float, text: str) -> None:
@@ -160,7 +174,7 @@ async def test_status_of_a_broker_names_the_devices(mosquitto: LocalBroker, tmp_
 
 
 async def test_status_of_a_broker_does_not_believe_who_was_revoked(tmp_path: Path) -> None:
-    authority = Authority(tmp_path / "authority")
+    authority = Authority(tmp_path / "authority", "test")
     async with OpenBroker(authority, tmp_path / "broker") as broker:
         topics = Topics("test")
         said = Status(device_id="", incarnation="x", presence=Presence.ONLINE, n_samples=1)
@@ -213,7 +227,7 @@ async def test_status_of_a_federation_that_the_broker_does_not_know(mosquitto: L
 
 
 async def test_status_of_a_broker_that_is_not_there_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "REACH_S", 0.5)
+    monkeypatch.setattr(retained, "REACH_S", 0.5)
     with pytest.raises(TransportError, match="cannot be reached"):
         await look(BrokerSettings("127.0.0.1", 1), "f")
 

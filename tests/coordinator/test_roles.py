@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from coordinator.fleet import order_for
+from coordinator.fleet import checking, order_for
 from coordinator.fleet.orders import OrderStatus
 from coordinator.roles import BlobServer, Intake, begun, own_folder
 from coordinator.store import OFFERED, Store
@@ -23,7 +23,7 @@ from fedge.step import installed_steps
 from fedge.steps.train import Start, Train
 from fedge.tensors import to_bytes
 from tests.support.broker import settings
-from tests.support.device import LAYOUT, TASK, RawDevice, tensors
+from tests.support.device import LAYOUT, TASK, WAIT_S, RawDevice, tensors
 
 MODEL = to_bytes(tensors(1.0))
 
@@ -56,6 +56,9 @@ async def intake(one_broker: LocalBroker, store: Store, tmp_path: Path) -> Async
 async def running(helper: Intake | BlobServer) -> AsyncIterator[None]:
     work = asyncio.create_task(helper.run())
     try:
+        async with asyncio.timeout(WAIT_S):
+            while not helper._transport.connected:  # noqa: ASYNC110 - its devices repeat nothing
+                await asyncio.sleep(0.01)
         yield
     finally:
         work.cancel()
@@ -84,9 +87,11 @@ async def test_an_intake_accepts_a_report_with_its_update_and_repeats_its_verdic
     assert [one.order.id for one in store.closed_since(0)] == [order.id]
 
 
+@pytest.mark.parametrize("small", [checking.SMALL, 0], ids=["thread", "process"])
 async def test_an_intake_rejects_an_update_of_another_shape_and_keeps_the_evidence(
-    intake: None, store: Store, device: RawDevice
+    intake: None, store: Store, device: RawDevice, monkeypatch: pytest.MonkeyPatch, small: int
 ) -> None:
+    monkeypatch.setattr(checking, "SMALL", small)
     order, result = written(store), device.trained(0.5)
     wrong = device.serves(to_bytes({"w": tensors(0.5)["w"]}), Codec.INT8)
     await device.report(order, msgspec.structs.replace(result, update=wrong))

@@ -40,8 +40,8 @@ from fedge.steps.install import Installed
 from fedge.tasks import task_spec
 from fedge.tensors import digest_of, unflatten
 from tests.support.device import IN_0_1, TASK, RawDevice
+from tests.support.identities import Authority
 from tests.support.learners import LAYOUT, first_model, learners
-from tests.support.tls import Authority
 
 WAIT_S = 60.0
 
@@ -154,14 +154,17 @@ async def test_stopped_in_mid_round_and_served_again(mosquitto: LocalBroker, tmp
 
 
 async def test_a_federation_that_is_done_is_left_as_it_is(mosquitto: LocalBroker, tmp_path: Path, store: Store) -> None:
-    wanted = settings(mosquitto, tmp_path / "server", rounds=0, devices=1)
+    wanted = settings(mosquitto, tmp_path / "server", rounds=0, devices=2)
     async with contextlib.AsyncExitStack() as stack, asyncio.timeout(WAIT_S), asyncio.TaskGroup() as group:
         group.create_task(serve(wanted, TASK, store, quiet))
         await learners(stack, mosquitto, tmp_path)
     before = store.state()
+    events: list[tuple[str, dict[str, Any]]] = []
+    nowhere = msgspec.structs.replace(wanted, broker="localhost:1")
     async with asyncio.timeout(WAIT_S):
-        again = await serve(wanted, TASK, store, quiet)
+        again = await serve(nowhere, TASK, store, lambda *event: events.append(event))
     assert again["done"]
+    assert events == [("finished", {"rounds": 0, "bundles": 2})]
     assert store.state() == before
 
 

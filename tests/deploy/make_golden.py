@@ -94,7 +94,7 @@ def make_engines(folder: Path) -> None:
         )
         for k, role in enumerate(roles)
     )
-    mixture = Mixture(candidates, np.full(10, -np.log(10)), 0.5, GateWeights.untrained(64, len(roles)))
+    mixture = Mixture(candidates, np.full(10, -np.log(10)), 0.5, GateWeights.untrained((1, 8, 8), len(roles)))
     with tempfile.TemporaryDirectory() as scratch:
         float32 = Path(scratch, "bundle")
         write_bundle(

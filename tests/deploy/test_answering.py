@@ -13,8 +13,9 @@ from deploy.answering import LATENCY_WINDOW, MAX_FAILED, Answering
 from deploy.engines import How
 from deploy.examination import Limits
 from deploy.slots import MAX_STARTS, Slots
-from fedge.bundle import read
+from fedge.bundle import MARKED, read
 from fedge.errors import ConfigError, StoreError, UpdateRejected
+from fedge.messages import Outliers
 
 from .bundles import GOLDEN, digest, other_gate, poor_gate, source, variant
 
@@ -341,6 +342,24 @@ def test_with_nothing_to_go_back_to_it_goes_on(slots, x):
 
     assert release(answering) == 1
     answering.predict(x)
+
+
+def test_outliers_are_counted_by_bundle_and_not_told_where_marked_samples_shaped_it(slots, tmp_path, x):
+    names = ("free_energy_mean", "free_energy_std", "gate_entropy_mean", "gate_entropy_std", "outlier_above")
+    usual = {"n": 10, **dict.fromkeys(names, 1e9)}
+    strange = usual | {"outlier_above": -1e9}
+    for release, changes, told in (
+        (4, {"reference": strange, "metrics": {MARKED: 0.0}}, Outliers(seen=2, flagged=2)),
+        (5, {"reference": usual, "metrics": {MARKED: 0.0}}, Outliers(seen=2, flagged=0)),
+        (6, {"reference": strange, "metrics": {MARKED: 1.0}}, None),
+        (7, {"reference": strange, "metrics": {}}, None),  # made before bundles said so
+        (8, {"metrics": {MARKED: 0.0}}, None),
+    ):
+        put(slots, variant(tmp_path / str(release), release=release, **changes))
+        slots.confirm()
+        answering = Answering(slots, Limits())
+        answering.predict(np.concatenate([x, x]))
+        assert answering.outliers == told, release
 
 
 def test_a_sample_of_the_wrong_shape_is_the_callers_fault(slots):

@@ -79,6 +79,36 @@ def test_several_inputs_of_all_kinds(tmp_path, expected):
     assert records[0]["probability"] == records[2]["probability"]
 
 
+def test_a_folder_with_class_folders_tells_the_accuracy_and_one_without_the_predictions(tmp_path, expected):
+    classes, loose = tmp_path / "classes", tmp_path / "loose"
+    wrong = (expected["y"][0] + 1) % 10
+    for k, (x, y) in enumerate(zip(expected["x"], expected["y"], strict=True)):
+        for folder in (classes / str(wrong if k == 0 else y), loose / "day-1"):
+            folder.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(x).save(folder / f"{k}.png")
+    (loose / "day-1" / "1.png").rename(loose / "1.png")
+    (classes / "notes.txt").write_text("of the photographer")
+    record, other = (json.loads(run(folder, "--json")[1]) for folder in (classes, loose))
+    assert record["n"] == other["n"] == 12
+    assert record["accuracy"] == 11 / 12
+    assert sum(part["n"] for part in record["by_class"].values()) == 12
+    assert record["by_class"][str(wrong)]["accuracy"] < 1
+    assert set(record["by_class"]) == {name.split("/")[0] for name in record["files"]}
+    found = dict(zip(other["files"], other["predictions"], strict=True))
+    assert found == {"1.png" if k == 1 else f"day-1/{k}.png": y for k, y in enumerate(expected["y"].tolist())}
+    assert (other["accuracy"], other["by_class"]) == (None, {})
+    text = run(classes)[1]
+    assert "accuracy 0.9167" in text
+    assert f"accuracy {record['by_class'][str(wrong)]['accuracy']:.4f} of" in text
+    (classes / "7x").mkdir()
+    Image.fromarray(expected["x"][0]).save(classes / "7x" / "a.png")
+    with pytest.raises(ConfigError, match="7x"):
+        run(classes)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="no image in it"):
+        run(tmp_path / "empty")
+
+
 def test_a_table_for_people(tmp_path, expected):
     np.savez(tmp_path / "test.npz", x=np.resize(expected["x"], (30, 8, 8)), y=np.resize(expected["y"], 30))
     _, out = run(tmp_path / "test.npz")

@@ -185,7 +185,7 @@ async def followed(home, until, limits=None, announced=None):
     link = Link("pi", "test", home, slots, answering, limits or Limits(probation_s=0, latency_slack_ms=1e6))
     await link.attach(Unheard())
     link._rollout = announced
-    running = asyncio.ensure_future(link.run())
+    running = asyncio.gather(link.follow(), link.report())
     try:
         async with asyncio.timeout(300):
             while not until(slots, answering):  # noqa: ASYNC110 - a thread does it
@@ -400,7 +400,7 @@ async def test_what_a_foreign_key_announced_is_said_in_its_health(home):
     await link.attach(transport)
     payload = encode(Simulator().announce(rollout(version=3), "test"))
     await link._on_rollout(Inbound(topic="", payload=payload, retained=True))
-    running = asyncio.ensure_future(link.run())
+    running = asyncio.gather(link.follow(), link.report())
     try:
         async with asyncio.timeout(60):
             while not transport.published:  # noqa: ASYNC110
@@ -470,3 +470,17 @@ async def test_no_rollout_takes_back_what_the_agent_on_this_device_wrote(home):
 
     assert slots.running.name == "slot-b"
     assert not slots.state.refused
+
+
+@pytest.mark.parametrize("damage", ["folder", "bytes"])
+async def test_a_damaged_outcome_is_put_aside_and_the_next_can_be_written(home, damage):
+    file = home / "outcome.json"
+    file.unlink(missing_ok=True)
+    if damage == "bytes":
+        file.write_bytes(b"\xff[")
+    else:
+        (file / "lost+found").mkdir(parents=True)
+    variant(home / "bundles" / "2", release=2, gate=other_gate)
+    await followed(home, switched)
+    assert file.is_file()
+    assert file.with_name("outcome.json.damaged").exists()

@@ -172,6 +172,29 @@ async def test_http_goes_on_while_the_broker_is_away_and_sensors_are_answered_wh
             assert await asyncio.wait_for(child.wait(), PATIENCE) == INTERRUPTED
 
 
+async def test_http_goes_on_with_a_broker_that_refuses_us_or_certificates_that_are_damaged(tmp_path):
+    async def refuse(reader, writer):
+        await reader.read(1)
+        writer.write(b"\x20\x03\x00\x87\x00")  # CONNACK: not authorized
+        writer.close()
+
+    home = tmp_path / "home"
+    run(home, variant(tmp_path / "4", release=4))
+    (tmp_path / "ca.crt").write_bytes(b"\0")
+    async with await asyncio.start_server(refuse, "127.0.0.1") as broker:
+        address = f"127.0.0.1:{broker.sockets[0].getsockname()[1]}"
+        flags = ("--home", home, "--broker", address, "--federation", "shop", "--id", "cam1")
+        for more, says in (((), "Not authorized"), (("--ca-file", tmp_path / "ca.crt"), "holds no certificates")):
+            async with process(*flags, *more) as (child, _, session), asyncio.timeout(PATIENCE):
+                lines = []
+                while not any("event=no_broker" in line for line in lines):
+                    lines.append((await child.stderr.readline()).decode())
+                assert says in lines[-1]
+                assert (await ask(session, "digits"))[0] == 200
+                child.terminate()
+                assert await child.wait() == INTERRUPTED
+
+
 @pytest.mark.broker
 async def test_a_device_takes_in_what_its_agent_writes_while_it_is_served(tmp_path):
     pytest.importorskip("amqtt")

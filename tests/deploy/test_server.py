@@ -73,6 +73,7 @@ async def test_with_a_token_who_has_none_learns_of_health_alone():
             "Bearer 0123456789abcdef0",
             "Basic x",
             "Bearer ü",
+            "Bearer \udcff\udcfe",  # bytes that are no UTF-8
         ):
             for path, method in (
                 *((INFER, "POST"), ("/v2/repository/index", "POST")),

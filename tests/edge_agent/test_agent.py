@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
+import shutil
 import socket
 import subprocess
 import sys
@@ -12,13 +13,14 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
-from edge_agent.agent import Agent, Identity, Limits, Works
+from edge_agent.agent import SPARE_DISK_BYTES, Agent, Identity, Limits, Works
 from edge_agent.device import CACHED_MODELS, Fetch
 from edge_agent.worker import Finished
 from fedge.broker import LocalBroker
@@ -593,6 +595,28 @@ async def test_a_device_past_its_limits_declines_with_a_reason(
         report = await peer.report_of(order)
         assert (report.outcome, report.why) == (Outcome.DECLINED, why)
         assert worker.done == []
+
+
+async def test_an_order_that_would_fill_the_disk_is_declined_and_the_next_is_done(
+    one_broker: LocalBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, free = EchoWorker(), [SPARE_DISK_BYTES + 499_999]
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=10**12, free=free[0]))
+    async with (
+        Peer(one_broker, tmp_path) as peer,
+        running(make_agent(one_broker, tmp_path / "home", worker, Events())),
+    ):
+        await peer.presence(Presence.ONLINE)
+        large = order_of(train(BlobRef(digest="ab" * 32, size_bytes=500_000)))
+        await peer.send(large)
+        report = await peer.report_of(large)
+        assert (report.outcome, report.why) == (Outcome.DECLINED, Why.DISK)
+        assert peer.wants == {}
+        free[0] += 1_000_000
+        small = order_of(train(peer.model(500_000)), order_id="small")
+        await peer.send(small)
+        assert (await peer.report_of(small)).outcome is Outcome.DONE
+        assert worker.done == ["small"]
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,6 @@ def test_candidates_are_those_of_the_device_the_calibration_and_the_pool(tmp_pat
     here = kept(tmp_path, (Role.PRIVATE, Role.GLOBAL, Role.LOCAL))
     found = candidates.pooled_candidates(here, CALIBRATION, WITH_LOCAL)
     assert found.roles == (Role.PRIVATE, Role.GLOBAL, Role.LOCAL)
-    assert found.experts == (1,)
     assert found.log_q.shape == (3, 15, 3)
     assert found.log_p.shape == found.energies.shape == (15, 3)
     assert candidates.pooled_candidates(here, CALIBRATION, WITHOUT_LOCAL).roles == (Role.PRIVATE, Role.GLOBAL)

@@ -15,7 +15,7 @@ from fedge.config import resolve
 from fedge.identity import Role, Subject, subject_of
 from fedge.task import TaskSpec
 from fedge.tasks import task_spec
-from tests.support.tls import Authority
+from tests.support.identities import Authority
 
 
 @pytest.fixture

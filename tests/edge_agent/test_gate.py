@@ -3,8 +3,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edge_agent.gate import features, n_features, train_gate
-from export.reference import fuse, gate_scores
+from edge_agent.gate import train_gate
+from fedge.fusion import log_mixture, n_gate_features
+from tests.support.tables import scores_of
 
 
 def halves(n=40):
@@ -15,10 +16,9 @@ def halves(n=40):
 
 
 def loss(x, log_p, scores, gate):
-    r = gate_scores(gate, features(x))
+    r = scores_of(gate, x)
     log_q = np.stack([np.log(np.stack([np.exp(c), 1 - np.exp(c)], axis=1)) for c in log_p.T])
-    fused, _ = fuse(log_q, np.exp(scores[0]), np.zeros_like(scores), beta=0.0, gate_scores=r)
-    return -fused[:, 0].mean()
+    return -log_mixture(log_q, scores + r)[:, 0].mean()
 
 
 def test_learns_which_candidate_to_trust_where_and_lowers_its_loss():
@@ -26,7 +26,7 @@ def test_learns_which_candidate_to_trust_where_and_lowers_its_loss():
     scores = np.full(log_p.shape, np.log(0.5))
     copies = x.copy(), log_p.copy(), scores.copy()
     gate = train_gate(x, log_p, scores, seed=1)
-    r = gate_scores(gate, features(x))
+    r = scores_of(gate, x)
     assert np.mean((r[:, 0] > r[:, 1]) == (x[:, 0] > 0)) > 0.9
     before = train_gate(x[:9], log_p[:9], scores[:9], seed=1)
     assert loss(x, log_p, scores, gate) < loss(x, log_p, scores, before) - 0.02
@@ -47,7 +47,7 @@ def test_fewer_than_ten_samples_leave_it_untrained(m):
     x, log_p = halves()
     gate = train_gate(x[:m], log_p[:m], np.zeros((m, 2)), seed=1)
     assert gate.hidden_weight.shape == (16, 4)
-    assert not gate_scores(gate, features(x)).any()
+    assert not scores_of(gate, x).any()
 
 
 def test_candidates_that_are_not_finite_are_left_out():
@@ -57,15 +57,15 @@ def test_candidates_that_are_not_finite_are_left_out():
     scores = np.zeros(log_p.shape)
     scores[:5, 0] = np.nan
     gate = train_gate(x, log_p, scores, seed=1)
-    assert np.isfinite(gate_scores(gate, features(x))).all()
+    assert np.isfinite(scores_of(gate, x)).all()
     nothing = train_gate(x, np.full_like(log_p, np.nan), scores, seed=1)
     assert not nothing.out_weight.any()
 
 
 def test_large_images_are_pooled():
-    assert n_features((3, 32, 32)) == 3 * 64
-    assert n_features((1, 8, 8)) == 64
-    assert n_features((6,)) == 6
+    assert n_gate_features((3, 32, 32)) == 3 * 64
+    assert n_gate_features((1, 8, 8)) == 64
+    assert n_gate_features((6,)) == 6
 
 
 def test_the_gate_of_64_inputs_and_four_candidates_is_small():

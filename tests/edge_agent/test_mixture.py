@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from edge_agent import mixture as mx
-from export.reference import calibrated, fuse, raw_energies, standardised
+from fedge.fusion import calibrated, log_mixture, raw_energies, standardised
 from fedge.messages import Role
 from fedge.steps.fit_weights import Calibration
 
@@ -135,60 +135,14 @@ def test_fusion_worked_numbers():
     energies = standardised(raw, mean, std)
     assert np.abs(energies) == pytest.approx(np.ones((2, 2)))
     for beta, expected in {0: (0.443606, 0.421183, 0.135211), 1: (0.627915, 0.215625, 0.156460)}.items():
-        log_p, _ = fuse(q_of(logits, 1.4), np.array([0.6, 0.4]), energies, beta=beta)
+        log_p = log_mixture(q_of(logits, 1.4), np.log([0.6, 0.4]) + beta * energies)
         assert np.exp(log_p[0]) == pytest.approx(expected, abs=1e-6)
-
-
-def test_scmoe_gate_is_the_special_case_of_raw_energy():
-    logits = np.array([[[2.0, 0, 0]], [[1.0, 1, 1]], [[0.0, 3, 0]]])
-    third = np.full(3, 1 / 3)
-
-    def gate(logits, weights, **options):
-        raw = standardised(raw_energies(logits), 0.0, 1.0, clip=np.inf)
-        log_p, alpha = fuse(q_of(logits), weights, raw, beta=1.0, **options)
-        return np.exp(log_p[0]), alpha[0]
-
-    p, alpha = gate(logits, third)
-    assert raw_energies(logits)[0] == pytest.approx([2.23954, 2.09861, 3.09492], abs=1e-5)
-    assert alpha == pytest.approx([0.23692, 0.20578, 0.55730], abs=1e-5)
-    assert p == pytest.approx([0.28028, 0.60066, 0.11906], abs=1e-5)
-    p, alpha = gate(logits + np.array([5.0, 0, 0])[:, None, None], third)
-    assert alpha == pytest.approx([0.97876, 0.00573, 0.01551], abs=1e-5)
-    assert p == pytest.approx([0.77288, 0.12026, 0.10686], abs=1e-5)
-    four = np.concatenate([logits, [[[4.0, -1, 0]]]])
-    p, alpha = gate(four, np.full(4, 0.25), experts=(1, 2, 3))
-    assert alpha == pytest.approx([0.10738, 0, 0.25258, 0.64005], abs=1e-5)
-
-
-def test_extreme_logits_stay_finite():
-    logits = np.array([[[1e4, 0, 0]], [[-1e4, -1e4, -1e4]]])
-    raw = raw_energies(logits)
-    assert raw[0] == pytest.approx([10000, -9998.901388], abs=1e-5)
-    log_p, alpha = fuse(q_of(logits), HALF, raw, beta=1.0)
-    assert np.isfinite(log_p).any()
-    assert alpha.sum() == pytest.approx(1)
-
-
-def test_a_candidate_that_is_not_finite_is_dropped_and_none_left_means_uniform():
-    logits = np.array([[[np.nan, 0, 0], [np.inf, 0, 0]], [[2.0, 0, 0], [0, -np.inf, 0]]])
-    log_p, alpha = fuse(q_of(logits), np.array([0.9, 0.1]), raw_energies(logits), beta=1.0)
-    assert alpha == pytest.approx(np.array([[0, 1], [0, 0]]))
-    assert log_p[0] == pytest.approx(q_of(logits)[1, 0])
-    assert np.exp(log_p[1]) == pytest.approx([1 / 3] * 3)
-
-
-def test_an_expert_that_is_not_finite_leaves_its_place_to_the_next():
-    logits = np.zeros((4, 1, 3))
-    logits[2] = np.nan
-    _, alpha = fuse(q_of(logits), np.array([0.1, 0.2, 0.4, 0.3]), np.zeros((1, 4)), beta=0, experts=(1, 2, 3), top=2)
-    assert alpha[0] == pytest.approx([1 / 6, 1 / 3, 0, 1 / 2])
 
 
 @given(arrays(np.float64, (3, 2, 3), elements=st.floats(-30, 30)), shares, st.integers(0, 2))
 def test_the_loss_is_bounded_by_every_candidate(logits, weights, label):
     log_q = q_of(logits)
-    log_p, alpha = fuse(log_q, weights, raw_energies(logits), beta=0.0)
-    assert alpha.sum(axis=1) == pytest.approx(1)
+    log_p = log_mixture(log_q, np.tile(np.log(weights), (2, 1)))
     assert np.exp(log_p).sum(axis=1) == pytest.approx(1)
     for k in range(3):
         assert (-log_p[:, label] <= -log_q[k, :, label] - np.log(weights[k]) + 1e-9).all()
@@ -201,9 +155,7 @@ def test_the_loss_is_bounded_by_every_candidate(logits, weights, label):
 )
 def test_equal_candidates_predict_as_one(logits, weights, scores):
     log_q = q_of(np.stack([logits] * 3))
-    log_p, alpha = fuse(log_q, weights, np.zeros((2, 3)), beta=1.0, gate_scores=scores)
-    assert log_p == pytest.approx(log_q[0], abs=1e-9)
-    assert fuse(log_q, weights, np.zeros((2, 3)), beta=1.0, gate_scores=scores + 4)[1] == pytest.approx(alpha)
+    assert log_mixture(log_q, np.log(weights) + scores) == pytest.approx(log_q[0], abs=1e-9)
 
 
 # -------------------------------------------------------------------------------------------------- steps, guard

@@ -188,6 +188,30 @@ def test_damaged_verdicts_are_forgotten(tmp_path: Path, damaged: bytes) -> None:
         assert outbox.verdicts == []
 
 
+def test_what_is_damaged_beside_the_orders_keeps_no_agent_from_its_work(tmp_path: Path) -> None:
+    for damage in ("bytes", "folder"):
+        home = tmp_path / damage
+        with Outbox(home) as outbox:
+            outbox.persist(order("a"))
+            outbox.acknowledge(ack("b"), remember=MAX_ACKED)
+            outbox.persist(order("c"))
+        for file in ("version", "acked", "orders/c"):
+            (home / file).unlink()
+            if damage == "bytes":
+                (home / file).write_bytes(b"\xff")
+            else:
+                (home / file / "lost+found").mkdir(parents=True)
+        with Outbox(home) as outbox:
+            assert outbox.orders() == [order("a")]
+            assert outbox.verdicts == []
+            outbox.acknowledge(ack("a"), remember=MAX_ACKED)
+        assert (home / "version").read_text() == "2"
+        assert (home / "version.damaged").exists()
+    (home / "version").write_text("3")
+    with pytest.raises(StoreError, match="update fedge"):
+        Outbox(home)
+
+
 def test_a_folder_that_cannot_be_used_is_a_store_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(StoreError):

@@ -35,12 +35,28 @@ from edge_agent.session import (
     Tick,
     WorkFinished,
     WorkStopped,
-    check_invariants,
 )
 from fedge.errors import ProtocolError
 from fedge.messages import Ack, Order, Outcome, Report
 
 DEVICE = "pi-1"
+
+
+def check_invariants(session: Session) -> None:
+    """Assert what holds between events."""
+    held = session._held
+    phases = [h.phase for h in held.values()]
+    at_work = phases.count(Phase.RUNNING) + phases.count(Phase.STOPPING)
+    assert at_work <= 1, "two orders at work"
+    assert len(held) <= MAX_ORDERS, "more orders than places"
+    assert len(session._acked) <= MAX_ACKED, "more acknowledged ids than are remembered"
+    assert not held.keys() & session._acked.keys(), "an acknowledged order is still held"
+    assert at_work or session._closing or Phase.QUEUED not in phases, "an order waits though nothing runs"
+    for order_id, entry in held.items():
+        assert entry.order.id == order_id, "an order under another id"
+        assert entry.phase not in {Phase.UNKNOWN, Phase.ACKED}, "a held order in a phase that holds nothing"
+        assert (entry.report is not None) == (entry.phase is Phase.REPORTED), "a report without its phase"
+        assert entry.report is None or entry.report.order_id == order_id, "another order's report"
 
 
 def order(order_id: str = "a", *, left_s: float = 100.0, device: str = DEVICE, seed: int = 0) -> Order:

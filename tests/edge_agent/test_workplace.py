@@ -201,6 +201,20 @@ def test_an_order_that_brings_its_process_down_fails(
     assert reason in result.reason
 
 
+def test_a_process_that_lives_reads_samples_anew_when_they_change(place: Workplace, settings: AgentSettings) -> None:
+    before = done(place, *draw(settings)).result
+    (child,) = children()
+    old = settings.data.read_bytes()
+    with np.load(settings.data) as file:
+        np.savez(settings.data, x=file["x"][::-1], y=file["y"][::-1])
+    changed = done(place, *draw(settings)).result
+    assert isinstance(changed, Failed)
+    assert "has changed" in changed.reason
+    settings.data.write_bytes(old)
+    assert done(place, *draw(settings)).result == before
+    assert children() == [child]
+
+
 def test_a_broken_disk_ends_the_agent(place: Workplace, settings: AgentSettings) -> None:
     with pytest.raises(StoreError, match="no space left"):
         done(place, *draw(settings, "full"))

@@ -81,12 +81,33 @@ def test_the_yardstick_is_that_of_the_outputs_on_the_validation_samples(tmp_path
     assert deploy.load(tmp_path / "2").manifest.reference is UNSET
 
 
+def test_samples_that_are_not_compared_fail_no_parity_check_and_still_make_the_yardstick(tmp_path, monkeypatch):
+    real = export.parity.run
+
+    def spoiled(graph, folder, x):
+        """ONNX Runtime fails on the samples of value 7."""
+        p, *others = real(graph, folder, x)
+        p[(x == 7).reshape(len(x), -1).all(axis=1)] = np.nan
+        return [p, *others]
+
+    monkeypatch.setattr(export.parity, "run", spoiled)
+    layout, mixture = image_mixture()
+    x = np.random.default_rng(1).random((12, 2, 20, 28), dtype=np.float32)
+    x[5] = 7
+    with pytest.raises(UpdateRejected, match="disagree"):
+        write_images(tmp_path / "1", layout, mixture, x)
+    write_images(tmp_path / "2", layout, mixture, x, compared=x[:5])
+    write_images(tmp_path / "3", layout, mixture, x, compared=x[:0])
+    references = {deploy.load(tmp_path / release).manifest.reference for release in ("2", "3")}
+    assert {reference.n for reference in references} == {12}
+
+
 def test_the_manifest_says_what_was_written(tmp_path):
     layout, mixture = image_mixture()
     info = write_images(tmp_path / "1", layout, mixture, np.zeros((0, 2, 20, 28)), release=7)
     manifest = decode((tmp_path / "1" / MANIFEST).read_bytes())
     assert manifest.task == IMAGES
-    assert (manifest.release, manifest.method, manifest.metrics) == (7, "fedge", {"accuracy": 0.5})
+    assert (manifest.release, manifest.method, manifest.metrics) == (7, "fedge", {"accuracy": 0.5, "marked": 0})
     assert [c.role for c in manifest.candidates] == [Role.PRIVATE, Role.GLOBAL, Role.EXPERT]
     assert manifest.candidates[1].temperature == 1.4
     assert manifest.fusion.guard.candidate == 1
@@ -137,13 +158,13 @@ def test_a_bundle_that_disagrees_leaves_nothing(tmp_path, logits, monkeypatch):
     """The oracle is given another temperature than the graph, by 1 %: enough to be refused."""
     write(tmp_path / "1", logits, mixture_of(logits), release=1)
     before = files(tmp_path / "1")
-    reference = export.parity.reference
+    formula = export.parity.formula
 
-    def other(mixture, *rest):
+    def other(mixture, input_shape):
         candidates = tuple(replace(c, temperature=1.01) for c in mixture.candidates)
-        return reference(replace(mixture, candidates=candidates), *rest)
+        return formula(replace(mixture, candidates=candidates), input_shape)
 
-    monkeypatch.setattr(export.parity, "reference", other)
+    monkeypatch.setattr(export.parity, "formula", other)
     for name in ("1", "2"):
         with pytest.raises(UpdateRejected, match="disagree"):
             write(tmp_path / name, logits * 2, mixture_of(logits * 2), release=2)
@@ -167,8 +188,8 @@ def test_writing_again_replaces(tmp_path, logits):
         {"log_prior": np.zeros(3)},
         {"log_prior": np.array([0.0, 0, 0, np.nan])},
         {"beta": np.inf},
-        {"gate": GateWeights.untrained(2, 3)},
-        {"gate": GateWeights.untrained(1, 2)},
+        {"gate": GateWeights.untrained((2,), 3)},
+        {"gate": GateWeights.untrained((1,), 2)},
         {"weights": (0.5, 0.5, 1.5)},
         {"temperature": (1.0, 0.0, 1.0)},
         {"mean": (0.0, np.nan, 0.0)},

@@ -16,7 +16,6 @@ import deploy
 from export import Candidate, GateWeights, Mixture, write_bundle
 from export.cli import export
 from export.int8 import Int8Limits, quantise
-from export.parity import n_gate_features
 from fedge.bundle import INT8, read
 from fedge.errors import ConfigError, UpdateRejected
 from fedge.messages import Role
@@ -51,7 +50,7 @@ def home(tmp_path_factory, digits):
     roles = [Role.PRIVATE, Role.GLOBAL, Role.EXPERT]
     mixture = Mixture(
         tuple(Candidate(roles[k], roles[k], models[k], energy_mean=5, energy_std=2, weight=1 / 3) for k in range(3)),
-        np.full(10, -np.log(10)), 0.5, GateWeights.untrained(n_gate_features(TASK), 3),
+        np.full(10, -np.log(10)), 0.5, GateWeights.untrained(TASK.input_shape, 3),
     )  # fmt: skip
     write_bundle(
         home / "bundles" / "1", task=TASK, layout=network.layout, mixture=mixture, validation=x[1200:1400],

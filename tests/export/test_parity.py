@@ -1,5 +1,7 @@
 """What is compared before a bundle is written, and what a difference does."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -7,6 +9,8 @@ from export import parity
 from fedge import models
 from fedge.errors import UpdateRejected
 from fedge.task import TaskSpec
+from fedge.tensors import Layout, Model, flatten, unflatten
+from tests.support.tables import mixture_of, write
 
 TASK = TaskSpec(name="toy", classes=("a", "b", "c"), input_shape=(6,), model="mlp", model_options={"hidden": 4})
 
@@ -34,11 +38,62 @@ def test_logits_are_those_of_each_model() -> None:
 @pytest.mark.parametrize("difference", [0.0, 1e-5, 0.99e-4])
 def test_a_small_difference_is_reported(difference: float) -> None:
     wanted = np.array([[0.5, 0.5]])
-    assert parity.check(np.add(wanted, [[difference, 0]]), wanted) == pytest.approx(difference, abs=1e-12)
+    assert parity.check(np.add(wanted, [[difference, 0]]), lambda _: wanted) == pytest.approx(difference, abs=1e-12)
 
 
 @pytest.mark.parametrize("difference", [1.01e-4, 1.0, np.nan])
 def test_a_large_one_or_none_at_all_is_refused(difference: float) -> None:
     wanted = np.array([[0.5, 0.5]])
     with pytest.raises(UpdateRejected, match="no bundle written"):
-        parity.check(np.add(wanted, [[difference, 0]]), wanted)
+        parity.check(np.add(wanted, [[difference, 0]]), lambda _: wanted)
+
+
+# ---------------------------------------------------------------------------------------- experts that are level
+
+ABOVE = 1 + 1e-9
+"""Float64 sees it, float32 does not."""
+
+
+@pytest.mark.parametrize("above", [ABOVE, 1 / ABOVE])
+def test_experts_that_are_level_may_win_either_way(tmp_path: Path, above: float) -> None:
+    """Of three experts with equal energies one counts: the graph takes the first, float64 the larger weight."""
+    logits = np.tile([[[1.0, 1.0, 1.0]], [[3.0, 0, 0]], [[0, 3.0, 0]], [[0, 0, 3.0]]], (1, 5, 1))
+    mixture = mixture_of(logits, weights=[0.4, 0.2, 0.2 * above, 0.2], top=1)
+    assert write(tmp_path / "1", logits, mixture).max_abs_diff < 1e-5
+
+
+def test_an_expert_that_is_clearly_better_must_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = np.tile([[[1.0, 1.0, 1.0]], [[3.0, 0, 0]], [[0, 3.0, 0]]], (1, 5, 1))
+    other = mixture_of(logits, weights=[0.4, 0.3, 0.3 * 1.001], top=1)
+    formula = parity.formula
+    monkeypatch.setattr(parity, "formula", lambda _, shape: formula(other, shape))
+    with pytest.raises(UpdateRejected, match="no bundle written"):
+        write(tmp_path / "1", logits, mixture_of(logits, weights=[0.4, 0.3, 0.3], top=1))
+
+
+ROUTED = TaskSpec(
+    name="routed", classes=("a", "b", "c"), input_shape=(1, 8, 8), model="resnet_moe",
+    model_options={"experts": 2, "top": 1},
+)  # fmt: skip
+
+
+def undecided() -> tuple[Layout, Model]:
+    """A network whose routers say the same of both routes."""
+    layout, model = models.initial(ROUTED, 0)
+    tensors = unflatten(model, layout)
+    return layout, flatten({n: np.zeros_like(t) if "router" in n else t for n, t in tensors.items()}, layout)
+
+
+def test_routes_inside_a_network_that_are_level_may_win_either_way() -> None:
+    layout, model = undecided()
+    x = np.random.default_rng(1).random((6, 1, 8, 8), dtype=np.float32)
+
+    def by_torch(lean: float) -> np.ndarray:
+        return parity.logits_of(ROUTED, layout, [model], x, lean)[0]
+
+    first, last = by_torch(-1), by_torch(1)
+    assert np.abs(first - by_torch(0)).max() < 1e-4
+    assert np.abs(first - last).max() > 1e-2, "the other routes"
+    assert parity.difference(last, by_torch) < 1e-4
+    assert parity.difference(last + 0.01, by_torch) == pytest.approx(0.01, abs=1e-4)
+    assert np.isnan(parity.difference(last * np.nan, by_torch))

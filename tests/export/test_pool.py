@@ -205,3 +205,14 @@ def test_reference_drops_what_is_not_finite_in_float32_sample_by_sample() -> Non
     p, w = pool_reference(pool, modules, rest, g)
     np.testing.assert_allclose(p.sum(axis=1), 1)
     assert (w[[2, 3], other] == 0).all()
+
+
+@pytest.mark.parametrize("above", [1e-9, -1e-9])
+def test_modules_that_are_level_may_win_either_way(tmp_path, above) -> None:
+    """One of two counts that the gate holds for equal: the graph takes the first, float64 sees the larger bias."""
+    gate = gate_of(np.random.default_rng(0), 8, 5)
+    *hidden, last = gate.weights
+    level = PoolGate(
+        (*hidden, np.zeros_like(last)), (*gate.biases[:-1], np.array([0, 0, above, -9, -9])), gate.mean, gate.scale
+    )
+    write(tmp_path, pool_of(gate=level, top=1, own=0, anchored=False))

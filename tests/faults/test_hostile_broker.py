@@ -13,7 +13,6 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from coordinator.fleet.mqtt import MqttFleet
@@ -51,7 +50,7 @@ from fedge.tensors import digest_of
 from fedge.topics import Topics
 from fedge.transport import BrokerSettings, Inbound, Transport
 from tests.support.device import LAYOUT, TASK, tensors, trained
-from tests.support.identities import Authority, OpenBroker, now
+from tests.support.identities import Authority, OpenBroker
 from tests.support.peer import EchoWorker
 
 WAIT_S = 40.0
@@ -166,7 +165,7 @@ class Scene:
 
 @pytest.fixture
 def authority(tmp_path: Path) -> Authority:
-    return Authority(tmp_path / "authority")
+    return Authority(tmp_path / "authority", "test")
 
 
 @pytest.fixture
@@ -216,7 +215,7 @@ async def test_what_is_forged_is_refused_by_everybody(scene: Scene, taken: Taken
     await one_round(fleet, 1, "cam1", "cam2")
     order = next(entry.order for entry in scene.store.entries(1) if entry.order.device_id == "cam1")
     forged = msgspec.structs.replace(order, id="r.9.train.cam1", round=9)
-    foreign = Authority(tmp_path / "foreign")
+    foreign = Authority(tmp_path / "foreign", "test")
     liars = [
         Signed(BrokerSettings("x", **foreign.issue("coordinator", Role.COORDINATOR)), None),
         Signed(BrokerSettings("x", **scene.files("cam2")), None),
@@ -339,7 +338,7 @@ async def test_who_is_revoked_gets_no_order_and_is_not_believed(scene: Scene, ta
 async def test_a_list_too_long_for_a_message_is_not_published_and_the_log_says_what_to_do(
     scene: Scene, taken: Taken, caplog: pytest.LogCaptureFixture
 ) -> None:
-    scene.authority._revoked = [x509.RevokedCertificateBuilder(2**150 + i, now()).build() for i in range(3_500)]
+    scene.authority.issuer.publish_revoked(2**150 + i for i in range(3_500))
     await scene.coordinator()
     await until(lambda: "event=revocations_not_told" in caplog.text)
     assert "copy crl.pem to each device" in caplog.text
@@ -404,7 +403,7 @@ async def test_a_coordinator_that_makes_up_devices_for_a_masked_sum_is_refused_b
     later = (await keys("two"))[1]
     public = [X25519PrivateKey.generate().public_key().public_bytes_raw() for _ in range(2)]
     made_up = Member(id="cam3", encryption=public[0], masking=public[1])
-    foreign = Authority(tmp_path / "foreign").issue("cam3")
+    foreign = Authority(tmp_path / "foreign", "test").issue("cam3")
     proofs = [
         Signed(BrokerSettings("x", **files), None).vouch("masking r 1 one", b"".join(public))
         for files in (foreign, scene.files("coordinator"))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fedge.cli import main
 from tests.support.federation import Federation, Running
-from tests.support.tls import Authority, TlsBroker
+from tests.support.identities import Authority, TlsBroker
 
 DEVICES = ("cam0", "cam1", "cam2")
 AWAY_S = 10.0

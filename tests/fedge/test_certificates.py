@@ -24,7 +24,7 @@ from fedge.certificates import (
     warnings_of,
 )
 from fedge.errors import ConfigError
-from tests.support.tls import Authority
+from tests.support.identities import Authority
 
 
 @pytest.mark.parametrize("name", ["broker", "coordinator", "status", "rollout", "relay", "intake", "operator"])

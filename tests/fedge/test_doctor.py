@@ -7,6 +7,7 @@ import datetime as dt
 import os
 import socket
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,17 +15,25 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
+import fedge
+from fedge import mosquitto
 from fedge.broker import LocalBroker, mosquitto_path
 from fedge.doctor import (
     DoctorSettings,
     Finding,
+    compare,
     doctor,
     of_the_broker,
     of_the_certificates,
     of_the_home,
     providers_here,
 )
-from tests.support.tls import Authority, TlsBroker
+from fedge.identity import Role, Subject
+from fedge.messages import Beacon, encode
+from fedge.sealed import Plain, Signed, speaker
+from fedge.topics import Topics
+from fedge.transport import BrokerSettings, Transport
+from tests.support.identities import Authority, TlsBroker
 
 needs_mosquitto = pytest.mark.skipif(mosquitto_path() is None, reason="mosquitto is not installed")
 
@@ -39,7 +48,10 @@ def bad(findings: Iterator[Finding]) -> list[str]:
 def test_a_healthy_machine(tmp_path: Path) -> None:
     done = CliRunner().invoke(doctor, ["--home", str(tmp_path), "--json"])
     found = msgspec.json.decode(done.output, type=list[Finding])
-    assert {finding.check for finding in found} == {"versions", "clock", "memory", "torch", "onnxruntime", "disk"}
+    looked_at = {finding.check for finding in found if finding.state != "skipped"}
+    assert looked_at == {"versions", "clock", "memory", "torch", "onnxruntime", "disk"}
+    skipped = {finding.check: finding.found for finding in found if finding.state == "skipped"}
+    assert skipped == {"certificates": "none are given", "broker": "no broker is given"}
     assert done.exit_code == 0, done.output
 
 
@@ -107,9 +119,12 @@ def test_certificates(tmp_path: Path) -> None:
 
 
 def said(running: LocalBroker, **more: object) -> Finding:
+    return told(running, **more)[0]
+
+
+def told(running: LocalBroker, **more: object) -> list[Finding]:
     where = {"broker": f"{running.host}:{running.port}", "federation": "f", "id": "cam1"}
-    (finding,) = of_the_broker(DoctorSettings(**where | more))  # type: ignore[arg-type]
-    return finding
+    return [*of_the_broker(DoctorSettings(**where | more))]  # type: ignore[arg-type]
 
 
 def test_nobody_or_nobody_of_ours_is_there() -> None:
@@ -147,3 +162,69 @@ async def test_a_broker_for_members(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 async def test_a_broker_for_everybody(one_broker: LocalBroker) -> None:
     assert (await asyncio.to_thread(said, one_broker)).state == "ok"
     assert (await asyncio.to_thread(said, one_broker, role="coordinator")).state == "ok"
+
+
+# ----------------------------------------------------------------------------------------------------- the coordinator
+
+BEACON = Topics("f").beacon
+
+
+def found(*findings: Finding) -> list[tuple[str, str]]:
+    return [(finding.check, finding.state) for finding in findings]
+
+
+@pytest.mark.parametrize(
+    ("age_s", "expected"),
+    [
+        (-6, ("clock", "bad")),
+        (-4, ("coordinator", "ok")),
+        (0, ("coordinator", "ok")),
+        (180, ("coordinator", "ok")),
+        (181, ("coordinator", "warning")),
+    ],
+)
+def test_the_clock_beside_the_coordinators(age_s: float, expected: tuple[str, str]) -> None:
+    assert found(*compare(Beacon(at=1e9, fedge_version=fedge.__version__), 1e9 + age_s)) == [expected]
+
+
+def test_the_version_beside_the_coordinators() -> None:
+    *_, version = compare(Beacon(at=1e9, fedge_version="0.9.0"), 1e9)
+    assert version.found == f"the coordinator has fedge 0.9.0, this machine {fedge.__version__}"
+    assert version.state == "warning"
+
+
+async def shine(broker: BrokerSettings, speaks: Plain | Signed, at: float) -> None:
+    async with Transport(broker, "coordinator") as transport:
+        payload = encode(Beacon(at=at, fedge_version=fedge.__version__))
+        await transport.publish(BEACON, speaks.seal(BEACON, payload), retain=True)
+
+
+@pytest.mark.broker
+async def test_a_coordinator_is_heard_or_missed(one_broker: LocalBroker) -> None:
+    _, missed = await asyncio.to_thread(told, one_broker)
+    assert missed.found.startswith("nothing was heard of one of f")
+    await shine(BrokerSettings(one_broker.host, one_broker.port), Plain(), time.time())
+    assert found(*await asyncio.to_thread(told, one_broker))[1:] == [("coordinator", "ok")]
+    assert found(*await asyncio.to_thread(told, one_broker, role="coordinator"))[1:] == []
+    assert found(*await asyncio.to_thread(told, one_broker, federation=None))[1:] == [("coordinator", "skipped")]
+
+
+@needs_mosquitto
+@pytest.mark.broker
+async def test_a_coordinator_whose_word_is_signed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    authority = Authority(tmp_path / "authority", "f")
+    files = {key: str(path) for key, path in authority.client("cam1").items()}
+    own = {key: str(path) for key, path in authority.client("coordinator").items()}
+    rules = mosquitto.access_list
+    async with TlsBroker(authority, tmp_path / "broker") as broker:
+        ours = BrokerSettings(broker.host, broker.port, **own)  # type: ignore[arg-type]
+        speaks = speaker(ours, Subject("f", Role.COORDINATOR, "coordinator"), tmp_path)
+        await shine(ours, speaks, time.time())
+        assert found(*await asyncio.to_thread(told, broker, **files))[1:] == [("coordinator", "ok")]
+        await shine(ours, Plain(), time.time())
+        assert found(*await asyncio.to_thread(told, broker, **files))[1:] == [("coordinator", "bad")]
+    monkeypatch.setattr(mosquitto, "access_list", lambda name: rules(name).replace(f"pattern read {BEACON}\n", ""))
+    async with TlsBroker(authority, tmp_path / "older") as broker:
+        _, refused = await asyncio.to_thread(told, broker, **files)
+        assert refused.state == "warning"
+        assert "run `fedge provision broker` there again" in refused.do

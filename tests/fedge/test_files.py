@@ -103,6 +103,16 @@ def test_a_folder_is_replaced_as_a_whole_and_nothing_is_left_beside_it(tmp_path:
         ]  # fmt: skip
 
 
+def test_a_folder_of_blobs_on_a_disk_that_is_not_mounted_is_an_error_and_stays_a_link(tmp_path: Path) -> None:
+    link, disk = tmp_path / "blobs", tmp_path / "disk"
+    link.symlink_to(disk)
+    with pytest.raises(StoreError, match=r"points to .*disk, and no folder is there"):
+        BlobFolder(link)
+    disk.mkdir()
+    BlobFolder(link).put(b"tensor")
+    assert [file.read_bytes() for file in disk.iterdir()] == [b"tensor"]
+
+
 def test_blobs_are_named_by_their_content(tmp_path: Path) -> None:
     folder = BlobFolder(tmp_path / "blobs")
     digest = folder.put(b"weights")

@@ -27,7 +27,7 @@ from tests.support.identities import DAY, now
 
 @pytest.fixture
 def authority(tmp_path: Path) -> identities.Authority:
-    return identities.Authority(tmp_path / "authority")
+    return identities.Authority(tmp_path / "authority", "test")
 
 
 def key_of(files: dict[str, str]) -> Key:
@@ -84,7 +84,7 @@ def test_a_signature_is_of_one_context_and_of_these_bytes_alone(authority: ident
 
 
 def test_the_authority_vouches_for_its_own_within_their_dates(authority: identities.Authority, tmp_path: Path) -> None:
-    foreign = key_of(identities.Authority(tmp_path / "other").issue("cam1"))
+    foreign = key_of(identities.Authority(tmp_path / "other", "test").issue("cam1"))
     old = key_of(authority.issue("cam2", begin=now() - 2 * DAY, end=now() - DAY))
     early = key_of(authority.issue("cam3", begin=now() + DAY))
     checked = Authority(authority.file)
@@ -121,7 +121,7 @@ def test_who_is_revoked_is_nobody_any_more_and_an_older_list_changes_nothing(
 
 def test_a_list_by_somebody_else_or_none_at_all_is_refused(authority: identities.Authority, tmp_path: Path) -> None:
     known = Authority(authority.file)
-    foreign = identities.Authority(tmp_path / "other").crl(1000)
+    foreign = identities.Authority(tmp_path / "other", "test").crl(1000)
     for data, name in ((foreign, "forged"), (b"x", "malformed"), (b"x" * 200_000, "oversized")):
         with pytest.raises(ProtocolError) as refused:
             known.learn(data)
@@ -132,13 +132,13 @@ def test_a_list_by_somebody_else_or_none_at_all_is_refused(authority: identities
 
 
 def test_a_list_in_a_file_may_be_longer_than_one_on_the_wire(authority: identities.Authority) -> None:
-    authority._revoked = [x509.RevokedCertificateBuilder(2**150 + i, now()).build() for i in range(3_500)]
+    authority.issuer.publish_revoked(2**150 + i for i in range(3_500))
     key = key_of(authority.issue("cam1"))
     authority.revoke("cam1")
     known = Authority(authority.file)
     assert known.trouble(key.certificate) == "it was revoked"
     with pytest.raises(ProtocolError, match="oversized"):
-        Authority(identities.Authority(authority.folder / "other").file).learn(known.revocations)
+        Authority(identities.Authority(authority.folder / "other", "test").file).learn(known.revocations)
     (authority.folder / CRL).write_bytes(b"x" * (MAX_REVOCATIONS_FILE_BYTES + 1))
     with pytest.raises(ConfigError, match="oversized"):
         Authority(authority.file)
@@ -164,7 +164,7 @@ def test_what_is_wrong_with_a_certificate_of_any_kind_is_said_in_words(
     assert re.search(r"cert_file .*cam1.crt: expired on", trouble_with(files["cert_file"], files["ca_file"]))
     fine = authority.issue("cam2", urn="urn:x:y")
     assert trouble_with(fine["cert_file"], fine["ca_file"]) == ""
-    foreign = identities.Authority(tmp_path / "other").file
+    foreign = identities.Authority(tmp_path / "other", "test").file
     assert "was not issued by the authority" in trouble_with(fine["cert_file"], str(foreign))
     assert "missing" in trouble_with("missing", fine["ca_file"])
 

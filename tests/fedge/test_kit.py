@@ -10,7 +10,7 @@ from fedge.certificates import device_subject, new_key
 from fedge.errors import ConfigError
 from fedge.kit import Kit, seal, unseal
 from fedge.tasks import task_spec
-from tests.support.tls import Authority
+from tests.support.identities import Authority
 
 
 @pytest.fixture(scope="module")

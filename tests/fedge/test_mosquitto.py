@@ -19,9 +19,11 @@ def test_a_listener_for_members_has_each_file_of_the_identity_and_no_old_tls() -
 def test_limits_are_those_of_both_kinds() -> None:
     for text in (before_listeners(), for_everybody("127.0.0.1", 1884)):
         assert "max_packet_size 2097152\n" in text
+        assert "\nmemory_limit 1073741824\n" in text
+        assert "\npersistent_client_expiration 7d\n" in text
 
 
 def test_rules_are_of_one_federation_alone() -> None:
     rules = [line for line in access_list("shop").splitlines() if "fedge/1/" in line]
-    assert len(rules) == 30
+    assert len(rules) == 31
     assert all("fedge/1/shop/" in rule for rule in rules)

@@ -13,11 +13,12 @@ import pytest
 from coordinator.provision.renewals import answer_requests
 from fedge.broker import free_port
 from fedge.certificates import device_subject, load_certificate, new_key, pem_of, request_of
+from fedge.errors import TransportError
 from fedge.renewal import Renewal
 from fedge.topics import Topics
-from fedge.transport import BrokerSettings, Transport
+from fedge.transport import BrokerSettings, Inbound, Transport
 from tests.support.federation import NAME, until
-from tests.support.tls import Authority, TlsBroker
+from tests.support.identities import Authority, TlsBroker
 
 TOPICS = Topics(NAME)
 AGO = dt.timedelta(days=250)
@@ -114,6 +115,48 @@ async def test_only_the_key_of_the_present_certificate_counts(
     assert [
         record.getMessage().split(" reason=")[0] for record in caplog.records if "renewal_refused" in record.msg
     ] == [f"event=renewal_refused device={name}" for name in ("cam1", "cam9", "status")]
+
+
+class Forbidding:
+    """A transport whose broker lets nobody ask."""
+
+    def __init__(self, settings: BrokerSettings) -> None:
+        self.settings = settings
+
+    async def publish(self, topic: str, payload: bytes, *, retain: bool) -> None:
+        raise TransportError(f"{topic}: Not authorized")
+
+
+async def test_a_broker_that_forbids_it_and_a_damaged_certificate_end_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    authority = Authority(tmp_path / "f")
+    file = made_long_ago(authority, "cam1")
+    files = {key: str(path) for key, path in authority.client("cam1").items()}
+    renewal = Renewal(Forbidding(BrokerSettings("x", **files)), TOPICS, "cam1")  # type: ignore[arg-type]
+    answer = Inbound(TOPICS.agent("cam1", "certificate"), file.read_bytes(), retained=True)
+    for says in ("Not authorized", "holds no certificate"):
+        asking = asyncio.ensure_future(renewal._ask())
+        await until(lambda says=says: says in caplog.text)  # type: ignore[misc]
+        assert not asking.done()
+        asking.cancel()
+        await renewal._take(answer)
+        file.write_bytes(b"\0")
+
+
+async def test_a_device_that_asks_without_end_holds_up_no_renewal(authority: Authority) -> None:
+    made_long_ago(authority, "cam1")
+    async with transport(authority, "cam1") as one:
+
+        async def ask() -> None:
+            for _ in range(10_000):
+                await one.publish(TOPICS.agent("cam1", "renewal"), b"renew me", retain=True)
+                await asyncio.sleep(0.2)
+
+        asking = asyncio.ensure_future(ask())
+        async with asyncio.timeout(30):
+            assert await answer_requests(authority.issuer) == []
+        asking.cancel()
 
 
 async def test_a_device_takes_no_certificate_that_is_not_for_it(authority: Authority, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ ORDERS, STATUS, CONTEXT = (TOPICS.agent("cam1", leaf) for leaf in ("orders", "st
 
 @pytest.fixture
 def authority(tmp_path: Path) -> Authority:
-    return Authority(tmp_path / "authority")
+    return Authority(tmp_path / "authority", "test")
 
 
 class Party:
@@ -119,6 +119,36 @@ def test_a_process_says_higher_numbers_than_all_before_it_whatever_the_clock_say
     assert one.open(STATUS, cam.start().seal(STATUS, b"newer"), Role.DEVICE, name="cam1") == b"newer"
 
 
+@pytest.mark.parametrize("damage", [b"", b"\xff\xfe", b"9" * 30, b"-1", None])
+def test_a_damaged_life_begins_anew(cam: Party, server: Party, damage: bytes | None) -> None:
+    cam.start()
+    life = cam.home / "life"
+    before = int(life.read_text())
+    life.unlink()
+    if damage is None:
+        (life / "lost+found").mkdir(parents=True)
+    else:
+        life.write_bytes(damage)
+    one, other = server.start(), cam.start()
+    assert one.open(STATUS, other.seal(STATUS, b"here"), Role.DEVICE, name="cam1") == b"here"
+    assert int(life.read_text()) >= before
+    assert life.with_name("life.damaged").exists()
+
+
+def test_with_a_damaged_list_of_revocations_nobody_is_believed_until_another_comes(
+    authority: Authority, server: Party, cam: Party
+) -> None:
+    (authority.folder / CRL).rename(authority.folder / "elsewhere.pem")  # no device has it beside its ca_file
+    one = server.start()
+    cam.home.mkdir()
+    (cam.home / CRL).write_bytes(b"-----BEGIN X509 CRL-----\n?")
+    for other in (cam.start(), cam.start()):
+        assert refusal(other, ORDERS, one.seal(ORDERS, b"do"), Role.COORDINATOR) == "unknown-revocations"
+    assert other.authority.learn((authority.folder / "elsewhere.pem").read_bytes())
+    for each in (other, cam.start()):
+        assert each.open(ORDERS, one.seal(ORDERS, b"do"), Role.COORDINATOR) == b"do"
+
+
 @pytest.mark.parametrize("topic", [ORDERS, TOPICS.agent("cam1", "acks"), TOPICS.coordinator_wants("cam1")])
 def test_a_coordinator_whose_clock_was_ahead_is_heard_again_with_a_new_home(
     server: Party, cam: Party, monkeypatch: pytest.MonkeyPatch, topic: str
@@ -200,9 +230,10 @@ async def test_who_is_revoked_is_heard_no_more(authority: Authority, server: Par
 
 def test_a_certificate_that_was_renewed_is_taken_up(authority: Authority, server: Party, cam: Party) -> None:
     one, other = server.start(), cam.start()
-    authority.issue("cam1", end=now() + 3 * DAY)
+    end = now() + 3 * DAY
+    authority.issue("cam1", end=end)
     one.open(STATUS, other.seal(STATUS, b"here"), Role.DEVICE, name="cam1")
-    assert other._key.certificate.not_valid_after_utc == now() + 3 * DAY
+    assert other._key.certificate.not_valid_after_utc == end
     Path(cam.settings.cert_file or "").write_text("half")
     assert one.open(STATUS, other.seal(STATUS, b"still"), Role.DEVICE, name="cam1") == b"still"
 
@@ -212,7 +243,7 @@ def test_a_certificate_that_was_renewed_is_taken_up(authority: Authority, server
     [
         ({"name": "cam2"}, "is of device cam2 of test, and this is device cam1 of test"),
         ({"name": "cam1", "role": Role.STATUS}, "is of status cam1 of test"),
-        ({"name": "cam1", "federation": "other"}, "is of device cam1 of other"),
+        ({"name": "cam1", "urn": "urn:fedge:other:device:cam1"}, "is of device cam1 of other"),
         ({"name": "cam1", "begin": now() - 3 * DAY, "end": now() - DAY}, "expired on"),
         ({"name": "cam1", "begin": now() + DAY}, "is not valid before"),
     ],
@@ -229,7 +260,7 @@ def test_a_certificate_that_nobody_would_take_is_named_before_anybody_connects(
 def test_one_that_was_revoked_or_is_of_another_authority_is_named_too(authority: Authority, tmp_path: Path) -> None:
     me = Subject("test", Role.DEVICE, "cam1")
     files = authority.issue("cam1")
-    foreign = Authority(tmp_path / "other").file
+    foreign = Authority(tmp_path / "other", "test").file
     with pytest.raises(ConfigError, match="not issued by the authority"):
         speaker(BrokerSettings("127.0.0.1", **(files | {"ca_file": str(foreign)})), me, tmp_path)
     authority.revoke("cam1")

@@ -137,7 +137,8 @@ def test_a_schema_travels_in_the_task_and_other_tasks_keep_their_fingerprints(tm
         (",bad,0,ann", ",bad,,ann", "row 3: private is missing: expected 0, 1"),
         ("private,", "privat,", r"lacks private \(did you mean privat\?\); has privat, which"),
         ("note,", "load,", "has load twice"),
-        ("x,12", "12", "a row has 5 cells, the header 6"),
+        ("x,12", "12", "line 2: the row has 5 cells, the header 6"),
+        ("ann\n", "ann\n\n", "line 3 is blank: delete it"),
         ("a, b", 'a"b', "no table with commas"),
         ("good", "\udcff", "no table with commas"),
     ],
@@ -225,6 +226,7 @@ def test_without_pyarrow_parquet_says_what_to_install(
             raise ModuleNotFoundError("No module named 'pyarrow'", name="pyarrow")
         return imported(name, *rest)
 
+    (tmp_path / "rows.parquet").touch()
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(ConfigError, match=r"\.\[tables\]"):
         table.read(schema, tmp_path / "rows.parquet")

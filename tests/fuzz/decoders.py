@@ -42,6 +42,7 @@ from fedge.egress import FILE, rules_of
 from fedge.errors import FedgeError, ProtocolError
 from fedge.files import BlobFolder, highest_release
 from fedge.identity import Role
+from fedge.images import sensitive_flags, split_numbers
 from fedge.kit import Kit, seal, unseal
 from fedge.messages import Announcement, BlobRef, Codec, Order, Outcome, Report, Rollout, RolloutState
 from fedge.sealed import Envelope, Signed
@@ -49,7 +50,6 @@ from fedge.step import body_of, installed_steps, read_action, read_result
 from fedge.task import Preprocessing, TaskSpec
 from fedge.tasks import task_spec
 from fedge.tasks.arrays import class_names, read
-from fedge.tasks.images import sensitive_flags, split_numbers
 from fedge.tensors import Layout, TensorInfo, from_bytes, to_bytes
 from fedge.transfer import Receiving, Sending, _Part
 from fedge.transport import BrokerSettings
@@ -336,7 +336,7 @@ def sealed(data: bytes) -> None:
 
 @cache
 def _speakers() -> tuple[Signed, Signed]:
-    authority = Authority(folder() / "authority")
+    authority = Authority(folder() / "authority", "test")
     files = authority.issue("cam1"), authority.issue("coordinator", Role.COORDINATOR)
     return Signed(BrokerSettings("x", **files[0]), None), Signed(BrokerSettings("x", **files[1]), None)
 

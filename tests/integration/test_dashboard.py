@@ -105,12 +105,12 @@ async def test_every_query_of_the_dashboard_gives_data_and_logs_are_lines_of_jso
     told = {name: lines((tmp_path / f"{name}.log").read_text()) for name in ("coordinator", "cam1", "cam2")}
     lines(rest)
     for device in ("cam1", "cam2"):
-        begun = [line for line in told[device] if line["event"] == "order_started"]
-        assert {line["round"] for line in begun} >= {1, 2}
-        assert all(line["federation"] == NAME and line["device"] == device for line in begun)
+        done = [line for line in told[device] if line["event"] == "order_done"]
+        assert {line["round"] for line in done} >= {1, 2}
+        assert all(line["federation"] == NAME and line["device"] == device for line in done)
         answers = [line for line in told["coordinator"] if line["event"] == "answer" and line["device"] == device]
         assert {(line["round"], line["label"]) for line in answers} >= {(1, "train"), (2, "train")}
-        assert {line["round"] for line in answers} <= {line["round"] for line in begun}
+        assert {line["round"] for line in answers} <= {line["round"] for line in done}
 
 
 def lines(log: str) -> list[dict[str, Any]]:

@@ -89,7 +89,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     for module in (selection, cohort, cfic, fedepc, fedge):
         for name in {"uniform", "fastest", "stratified"} & vars(module).keys():
             watch(module, name, "selection", lambda *_, name=name: name)
-    watch(ccmab, "greedy", "selection", lambda *_: "ccmab")
+    watch(ccmab, "_choose", "selection", lambda *_: "ccmab")
     return used
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from fedge.identity import Role
 from tests.support.federation import Federation
-from tests.support.tls import Authority, TlsBroker
+from tests.support.identities import Authority, TlsBroker
 
 DEVICES = ("cam0", "cam1", "cam2")
 

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from coordinator.fleet.simulated import SimulatedFleet
 from coordinator.methods import MethodSettings, Server, installed_methods, make, method_class
-from coordinator.methods.fedge import Fedge
 from coordinator.protection import Protection
 from coordinator.rollout import Plan, RolloutState
 from coordinator.rollout.service import Release
@@ -135,12 +134,6 @@ def check(method: str, seed: int, samples: Pool, folder: Path) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_sensitive_samples_shape_nothing_that_leaves(method: str, seed: int, samples: Pool, tmp_path: Path) -> None:
     check(method, seed, samples, tmp_path)
-
-
-@pytest.mark.statistical
-def test_nor_with_own_class_means(samples: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Fedge, "CLASS_MEANS", 1.0)
-    check("fedge", 0, samples, tmp_path)
 
 
 @pytest.mark.parametrize("method", OFTEN)

@@ -16,7 +16,7 @@ from fedge.identity import Role
 from fedge.topics import ClientRole, Topics
 from fedge.transport import CHECK_TLS, BrokerSettings, Inbound, Transport
 from tests.support.federation import NAME, Federation, Running, words
-from tests.support.tls import Authority, TlsBroker
+from tests.support.identities import Authority, TlsBroker
 
 DEVICES = ("cam0", "cam1")
 

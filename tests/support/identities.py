@@ -1,109 +1,141 @@
-"""A federation's authority as `fedge provision` makes it, made to lie where a test wants it to."""
+"""A federation's authority as `fedge provision` makes it, and brokers over TLS, for its members or for everybody."""
 
 from __future__ import annotations
 
 import datetime as dt
-import ipaddress
 from collections.abc import Mapping
 from pathlib import Path
 
 from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 
-from coordinator.members import MEMBERS, Member, Members, write_members
-from fedge.broker import LocalBroker
-from fedge.identity import CRL, Role, Subject
+from coordinator.members import Member
+from coordinator.provision.issuer import Federation, Issuer
+from fedge import certificates, mosquitto
+from fedge.broker import LocalBroker, free_port, mosquitto_config
+from fedge.certificates import distinguished, pem_of, pem_of_key
+from fedge.credentials import CA, CERTIFICATE, KEY
+from fedge.files import volatile, write_atomically
+from fedge.identity import Role, Subject
 from fedge.transport import BrokerSettings
+from tests.support.federation import NAME
 
 DAY = dt.timedelta(days=1)
 
 
 def now() -> dt.datetime:
-    return dt.datetime.now(dt.UTC).replace(microsecond=0)
+    return certificates.now().replace(microsecond=0)
 
 
 class Authority:
-    """Files in one folder: ca.crt, crl.pem, members.json, and NAME.crt and NAME.key of everybody."""
+    """The authority of a federation; `ago`: so long ago all that it makes now was made.
 
-    def __init__(self, folder: Path, federation: str = "test") -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.folder, self.federation = folder, federation
-        self.file = folder / "ca.crt"
-        self._key = ec.generate_private_key(ec.SECP256R1())
-        self._name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, federation)])
-        builder = self._builder(self._name, self._key, now() - DAY, now() + 365 * DAY)
-        self.certificate = builder.add_extension(x509.BasicConstraints(True, None), critical=True).sign(
-            self._key, hashes.SHA256()
-        )
-        self.file.write_bytes(_pem(self.certificate))
-        self.members: dict[str, Member] = {}
-        self._revoked: list[x509.RevokedCertificate] = []
-        self._number = 0
-        self._write()
+    Besides its own files its folder has NAME.crt and NAME.key of everybody to whom `issue` gave a certificate.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        federation: str = NAME,
+        *,
+        port: int = 8883,
+        days: int = 365,
+        ago: dt.timedelta = dt.timedelta(),
+    ) -> None:
+        self.ago = ago
+        settings = Federation(federation=federation, host="127.0.0.1", port=port, days=days)
+        with volatile():
+            self.issuer = Issuer.create(folder, settings, clock=lambda: certificates.now() - self.ago)
+        self.folder, self.federation, self.file = folder, federation, folder / CA
+
+    @property
+    def members(self) -> dict[str, Member]:
+        """Present and former ones."""
+        return self.issuer.members.members
+
+    def client(self, name: str) -> dict[str, object]:
+        """The settings of a part of the server, or of a device."""
+        folder = self.folder / name
+        if not folder.exists():
+            key = certificates.new_key()
+            subject = certificates.device_subject(self.federation, name)
+            certificate = self.issuer.enlist(subject, key.public_key())
+            write_atomically(folder / CA, pem_of(self.issuer.certificate))
+            write_atomically(folder / KEY, pem_of_key(key))
+            write_atomically(folder / CERTIFICATE, pem_of(certificate))
+        return {"ca_file": folder / CA, "cert_file": folder / CERTIFICATE, "key_file": folder / KEY}
 
     def issue(
         self,
         name: str,
         role: Role = Role.DEVICE,
         *,
-        federation: str | None = None,
         begin: dt.datetime | None = None,
         end: dt.datetime | None = None,
         urn: str | None = None,
     ) -> dict[str, str]:
-        """Give somebody a certificate, and a place on the list; where its files lie."""
-        key = ec.generate_private_key(ec.SECP256R1())
-        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-        uri = Subject(federation or self.federation, role, name).uri if urn is None else urn
-        names = [x509.UniformResourceIdentifier(uri), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
-        end = end or now() + 30 * DAY
-        builder = self._builder(subject, key, begin or now() - DAY, end)
-        signed = builder.add_extension(x509.SubjectAlternativeName(names), critical=False).sign(
-            self._key, hashes.SHA256()
-        )
+        """Give somebody a certificate beside ca.crt, whether one is there or not; where its files lie.
+
+        With dates or a URN of its own, the certificate is nobody's on the list of members.
+        """
+        key, subject = certificates.new_key(), Subject(self.federation, role, name)
         cert_file, key_file = self.folder / f"{name}.crt", self.folder / f"{name}.key"
-        cert_file.write_bytes(_pem(signed))
-        none = serialization.NoEncryption()
-        private = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, none)
-        key_file.write_bytes(private)
-        self.members[name] = Member(role=role, serial=f"{signed.serial_number:x}", not_after=end.isoformat())
-        self._write()
+        with volatile():
+            if begin or end or urn:
+                signed = self._made(subject, key, begin or now() - DAY, end or now() + 30 * DAY, urn or subject.uri)
+            else:
+                signed = self.issuer.issue(subject, key.public_key())
+        cert_file.write_bytes(pem_of(signed))
+        key_file.write_bytes(pem_of_key(key))
         return {"ca_file": str(self.file), "cert_file": str(cert_file), "key_file": str(key_file)}
 
-    def revoke(self, name: str) -> None:
-        """Take somebody's certificate back."""
-        member = self.members[name]
-        self.members[name] = Member(
-            role=member.role, serial=member.serial, not_after=member.not_after, revoked=now().isoformat()
+    def _made(
+        self, subject: Subject, key: ec.EllipticCurvePrivateKey, begin: dt.datetime, end: dt.datetime, urn: str
+    ) -> x509.Certificate:
+        names = x509.SubjectAlternativeName([x509.UniformResourceIdentifier(urn)])
+        made = x509.CertificateBuilder(
+            *(self.issuer.certificate.subject, distinguished(subject), key.public_key()),
+            *(x509.random_serial_number(), begin, end),
         )
-        entry = x509.RevokedCertificateBuilder(int(member.serial, 16), now())
-        self._revoked.append(entry.build())
-        self._write()
+        return made.add_extension(names, critical=False).sign(self.issuer._key, hashes.SHA256())
+
+    def revoke(self, name: str) -> None:
+        """Take somebody's certificates back."""
+        with volatile():
+            self.issuer.revoke(name)
 
     def crl(self, number: int) -> bytes:
-        """The list as it is, with this number."""
-        builder = x509.CertificateRevocationListBuilder(self._name, now(), now() + 30 * DAY, (), self._revoked)
-        return (
-            builder.add_extension(x509.CRLNumber(number), critical=False)
-            .sign(self._key, hashes.SHA256())
-            .public_bytes(serialization.Encoding.PEM)
-        )
-
-    def _write(self) -> None:
-        self._number += 1
-        (self.folder / CRL).write_bytes(self.crl(self._number))
-        write_members(self.folder / MEMBERS, Members(federation=self.federation, members=self.members))
-
-    def _builder(
-        self, subject: x509.Name, key: ec.EllipticCurvePrivateKey, begin: dt.datetime, end: dt.datetime
-    ) -> x509.CertificateBuilder:
-        return x509.CertificateBuilder(self._name, subject, key.public_key(), x509.random_serial_number(), begin, end)
+        """A list of nobody, with this number."""
+        issuer = self.issuer.certificate.subject
+        made = x509.CertificateRevocationListBuilder(issuer, now(), now() + 30 * DAY)
+        signed = made.add_extension(x509.CRLNumber(number), critical=False).sign(self.issuer._key, hashes.SHA256())
+        return pem_of(signed)
 
 
-def _pem(certificate: x509.Certificate) -> bytes:
-    return certificate.public_bytes(serialization.Encoding.PEM)
+class TlsBroker(LocalBroker):
+    """`fedge broker --identity` for the federation of an authority.
+
+    `other`: another federation's, which has a listener at `other_port`, as by the files in /etc/mosquitto/conf.d.
+    """
+
+    def __init__(self, authority: Authority, home: Path, *, other: Authority | None = None) -> None:
+        super().__init__("mosquitto", home=home, identity=authority.folder / "broker")
+        self.authority = authority
+        self._authorities = [authority, other] if other else []
+        self.other_port = free_port(self.host) if other else 0
+
+    def _command(self, home: Path) -> list[str]:
+        command = super()._command(home)
+        listeners = []
+        for authority, port in zip(self._authorities, (self.port, self.other_port), strict=False):
+            rules = home / authority.federation
+            rules.mkdir(exist_ok=True)
+            (rules / mosquitto.ACCESS_LIST).write_text(mosquitto.access_list(authority.federation))
+            listeners.append(mosquitto.for_members(authority.folder / "broker", rules, port, self.host))
+        if listeners:
+            (home / "mosquitto.conf").write_text(mosquitto_config(mosquitto.before_listeners() + "\n".join(listeners)))
+        return command
 
 
 class OpenBroker(LocalBroker):
@@ -111,16 +143,15 @@ class OpenBroker(LocalBroker):
 
     def __init__(self, authority: Authority, home: Path) -> None:
         super().__init__("mosquitto", home=home)
-        self._files = authority.issue("broker", Role.BROKER)
+        self._identity_of = authority.folder / Role.BROKER
 
     def settings(self, files: Mapping[str, str]) -> BrokerSettings:
         """For a client with these files; ca_file alone: for nobody in particular."""
         return BrokerSettings(self.host, self.port, **files)
 
     def _command(self, home: Path) -> list[str]:
-        command = super()._command(home)
-        files = self._files
-        tls = f"cafile {files['ca_file']}\ncertfile {files['cert_file']}\nkeyfile {files['key_file']}\n"
+        command, identity = super()._command(home), self._identity_of
+        tls = f"cafile {identity / CA}\ncertfile {identity / CERTIFICATE}\nkeyfile {identity / KEY}\n"
         with (home / "mosquitto.conf").open("a") as config:
             config.write(tls)
         return command

@@ -59,7 +59,7 @@ async def device(
     transport = Transport(settings, Topics(FEDERATION).client_id("serve", device_id))
     await link.attach(transport)
     async with transport:
-        running = asyncio.create_task(link.run())
+        running = asyncio.gather(link.follow(), link.report())
         try:
             yield answering
         finally:

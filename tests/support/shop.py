@@ -21,6 +21,7 @@ HEALTH = {
     "now": QUALITY,
     "n_predictions": 1200,
     "n_failed": 0,
+    "outliers": {"seen": 1200, "flagged": 30},
     "drift": False,
 }
 
@@ -48,8 +49,10 @@ def make_shop(home: Path, n_devices: int = 12, **changes: Any) -> Store:
         store.begin_round(r, [], NOW + 10 * r)
         _note(store, r, "round_begun", devices=n_devices)
         store.note(Event(at=NOW + 10 * r, round=r, name="asked", fields={"label": "train", "devices": n_devices}))
-        seconds = {i: 1.0 + k for k, i in enumerate(ids)}
-        _note(store, r, "chosen", ids=ids, overdue=[ids[4]], seconds=seconds | {"cam99": 99.0}, deadline_s=20.0)
+        seconds = {i: 1.0 + k for k, i in enumerate(ids)} | {"cam99": 99.0}
+        estimates = {i: (0.3 / r - 0.02 * k, 0.5 / r) for k, i in enumerate(seconds)}
+        told = {"seconds": seconds, "estimates": estimates, "deadline_s": 20.0}
+        _note(store, r, "chosen", ids=ids, overdue=[ids[4]], **told)
         for k, i in enumerate(ids[:-1]):
             told = {"label": "train", "result": "done", "seconds": 1.0 + k}
             told |= {} if k == 1 else {"accuracy": 0.2 * r + 0.02 * k}

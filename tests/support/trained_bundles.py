@@ -30,12 +30,11 @@ def trained_bundle(
             torch.nn.functional.cross_entropy(module(inputs[batch]), labels[batch]).backward()
             optimizer.step()
     layout = layout_of(module, head_name(module, task))
-    n_features = int(np.prod(task.input_shape))
     mixture = Mixture(
         (Candidate(Role.GLOBAL, "global", dump(module, layout)),),
         np.log(np.full(task.n_classes, 1 / task.n_classes)),
         0.0,
-        GateWeights.untrained(n_features, 1),
+        GateWeights.untrained(task.input_shape, 1),
     )
     write_bundle(
         folder, task=task, layout=layout, mixture=mixture, validation=apply(task, x[:50]),

@@ -51,15 +51,15 @@ def test_rivals_make_as_many_clusters_as_told_or_as_the_papers_own(how) -> None:
 def test_average_linkage_of_profiles_stops_at_the_threshold() -> None:
     """fedepc.md 4.4: where DBSCAN finds noise alone, AIDC is average linkage up to theta_merge."""
     rows = planted()
-    seen = Profiles(vectors=rows, unit=1.0, thresholds=aidc.Thresholds(merge=5.0, split=5.0))
+    seen = Profiles(vectors=rows, unit=100.0)  # by which all are closer than theta_merge
     assert find_clusters("agglomerative", seen, rng=np.random.default_rng(0)).clusters == (tuple(range(9)),)
     assert len(find_clusters("k-means", seen, rng=np.random.default_rng(0)).clusters) == 1
 
 
 def test_mctc_is_what_the_module_of_that_name_finds() -> None:
     z = embedding(np.random.default_rng(1).normal(size=(15, 30)))
-    seen = Directions(vectors=z, n_clusters=4, tau=0.1, theta=0.5, distinct=False, centres_join=False, update="batch")
-    expected = mctc(z, n_clusters=4, tau=0.1, theta=0.5, distinct=False, centres_join=False, update="batch")
+    seen = Directions(vectors=z, n_clusters=4, tau=0.1, distinct=False, centres_join=False)
+    expected = mctc(z, n_clusters=4, tau=0.1, distinct=False, centres_join=False)
     found = find_clusters("mctc", seen, rng=np.random.default_rng(0))
     assert (found.clusters, found.tau) == (expected.partition.members, expected.tau)
 

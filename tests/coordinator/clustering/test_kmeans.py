@@ -44,7 +44,5 @@ def test_fewer_directions_than_clusters() -> None:
 def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="not 0"):
         kmeans(np.eye(2), n_clusters=0, rng=np.random.default_rng(0))
-    with pytest.raises(ValueError, match="one start"):
-        kmeans(np.eye(2), n_clusters=1, rng=np.random.default_rng(0), restarts=0)
     with pytest.raises(ValueError, match="finite"):
         kmeans(np.array([[np.nan, 1]]), n_clusters=1, rng=np.random.default_rng(0))

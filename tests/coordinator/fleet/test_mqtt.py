@@ -14,18 +14,19 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import psutil
 import pytest
 
-from coordinator.fleet import Answer
+from coordinator.fleet import Answer, checking, mqtt
 from coordinator.fleet.mqtt import MqttFleet
-from coordinator.fleet.orders import OrderStatus, Tick
-from coordinator.store import EXPIRED, Store
+from coordinator.fleet.orders import OrderStatus, ReportReceived, Tick
+from coordinator.store import DEVICES, EXPIRED, Entry, Store
 from fedge import codec
 from fedge.broker import LocalBroker
 from fedge.errors import ConfigError, ProtocolError, StoreError
-from fedge.messages import Capabilities, Codec, Outcome, Report, Want, Why
+from fedge.messages import Capabilities, Codec, Context, Outcome, Presence, Report, Want, Why
 from fedge.sgd import Sgd
-from fedge.step import Declined, Failed, Result, Unsupported
+from fedge.step import Declined, Failed, Result, Unsupported, report_of
 from fedge.steps.describe_labels import DescribeLabels, LabelsDescribed
 from fedge.steps.profile import Profile, Profiled
 from fedge.steps.share_private import PrivateShared, SharePrivate
@@ -122,6 +123,83 @@ async def test_a_step_from_order_to_verdict(broker: LocalBroker, store: Store, s
 
 
 @pytest.mark.smoke
+async def test_answers_of_a_stream_come_as_the_store_numbers_them_also_those_that_an_intake_accepted(
+    one_broker: LocalBroker, stack: AsyncExitStack, tmp_path: Path, store_url: str | None
+) -> None:
+    """The intake's report is the first that the store has; the dispatcher hears of its own at once."""
+    home = tmp_path / "server"
+    store = stack.enter_context(contextlib.closing(Store(home, store_url, federation="f")))
+    intake = stack.enter_context(contextlib.closing(Store(home, store_url, federation="f", intake=True)))
+    names = ("a", "b", "c", "d")
+    fleet, devices = await federation(stack, one_broker, store, *names)
+    stream = fleet.stream("s", dict.fromkeys(names, train(fleet)))
+    first = asyncio.create_task(anext(stream))
+    orders = {device.id: await device.order("s") for device in devices}
+    accepted = []
+    for device in devices:
+        result = device.trained(0.5)
+        if device.id in {"b", "d"}:
+            store.blobs.put(device.blobs[result.update.digest])
+            intake.accept(report_of(orders[device.id], result, 0.5), time.time()).result()
+        else:
+            await device.report(orders[device.id], result)
+            await device.ack(orders[device.id].id)
+        accepted.append(device.id)
+    handed = [(await first).device_id] + [answer.device_id async for answer in stream]
+    assert handed == accepted
+    by_number = sorted((entry.arrival, entry.order.device_id) for entry in store.entries(1))
+    assert [i for _, i in by_number] == accepted
+
+
+async def test_an_answer_that_an_intake_accepted_first_may_be_handed_out_before_our_own_verdict_fails(
+    one_broker: LocalBroker, stack: AsyncExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "server"
+    store = stack.enter_context(contextlib.closing(Store(home)))
+    intake = stack.enter_context(contextlib.closing(Store(home, intake=True)))
+    fleet, (a,) = await federation(stack, one_broker, store, "a")
+    stream = fleet.stream("s", {"a": train(fleet)})
+    first = asyncio.create_task(anext(stream))
+    order, result = await a.order("s"), a.trained(0.5)
+    store.blobs.put(a.blobs[result.update.digest])
+    report = report_of(order, result, 0.5)
+    durable, entry = fleet._durable, store.entry
+
+    async def checked_meanwhile() -> None:
+        """After the store was read, our own check of a repeated report comes to its end."""
+        monkeypatch.setattr(fleet, "_durable", durable)
+        fleet._feed(ReportReceived(report))
+        await until(lambda: fleet._books[0].done)
+
+    def slowly(order_id: str) -> Entry | None:
+        time.sleep(0.3)
+        return entry(order_id)
+
+    monkeypatch.setattr(store, "entry", slowly)
+    intake.accept(report, time.time()).result()
+    monkeypatch.setattr(fleet, "_durable", checked_meanwhile)
+    assert (await first).device_id == "a"
+    assert [answer async for answer in stream] == []
+    await fleet.rest(0.6)  # raises what failed in the background
+
+
+async def test_an_answer_that_came_while_the_method_worked_is_handed_out_at_once(
+    one_broker: LocalBroker, store: Store, stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mqtt, "LOOK_AT_STORE_S", 60.0)
+    fleet, (a, b) = await federation(stack, one_broker, store, "a", "b")
+    stream = fleet.stream("s", dict.fromkeys(("a", "b"), train(fleet)))
+    first = asyncio.create_task(anext(stream))
+    for device in (a, b):
+        order = await device.order("s")
+        await device.report(order, device.trained(0.5))
+        await device.ack(order.id)
+        if device is a:
+            assert (await first).device_id == "a"
+    async with asyncio.timeout(20.0):
+        assert (await anext(stream)).device_id == "b"
+
+
 async def test_a_silent_device_holds_up_nobody_beyond_the_deadline(
     one_broker: LocalBroker, store: Store, stack: AsyncExitStack
 ) -> None:
@@ -232,6 +310,28 @@ async def test_after_a_restart_between_rounds_the_devices_of_the_last_round_are_
     assert [d.id for d in fleet.devices()] == ["a", "b"]
 
 
+@pytest.mark.parametrize("killed", [False, True])
+async def test_what_devices_said_is_known_to_the_next_process_and_how_old_it_is(
+    one_broker: LocalBroker, store: Store, stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch, killed: bool
+) -> None:
+    monkeypatch.setattr(mqtt, "KEEP_S", 0.05 if killed else 3600.0)
+    async with AsyncExitStack() as inner:
+        fleet, (a,) = await federation(inner, one_broker, store, "a")
+        await a.appear(presence=Presence.SLEEPING)
+        await a.say("context", Context(device_id="a", load=0.5))
+        await until(lambda: fleet.registry.described()["a"]["context"]["load"] == 0.5)
+        before = fleet.registry.described()["a"]
+        if killed:
+            await until(lambda: '"load":0.5' in (store.recall(DEVICES) or ""))
+            monkeypatch.setattr(store, "keep", lambda *_: None)  # nothing is kept at its end
+    monkeypatch.undo()
+    later = await stack.enter_async_context(make_fleet(one_broker, store))
+    await until(lambda: "a" in later.registry.described())
+    found = later.registry.described()["a"]
+    assert (found["presence"], found["context"]["load"]) == ("sleeping", 0.5)
+    assert before["seen_at"] <= found["seen_at"] < before["seen_at"] + DEADLINE_S
+
+
 async def test_a_device_that_comes_back_gets_its_order_at_once(
     one_broker: LocalBroker, store: Store, stack: AsyncExitStack
 ) -> None:
@@ -285,6 +385,26 @@ async def test_a_bad_update_is_rejected_by_name(
     assert fleet.take_counts()[f"refused.{name}"] == 1
     assert f"event=refused name={name} device=bad" in caplog.text
     assert [e.status for e in store.entries(1)] == [OrderStatus.REJECTED, OrderStatus.ACCEPTED]
+
+
+async def test_updates_checked_in_processes_are_refused_and_accepted_alike_though_one_is_killed(
+    one_broker: LocalBroker, store: Store, stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checking, "SMALL", 0)
+    fleet, (bad, good) = await federation(stack, one_broker, store, "bad", "good")
+    action = train(fleet, Codec.FLOAT32)
+    for label in ("first", "second"):
+        running = asyncio.create_task(fleet.run(label, {"bad": action, "good": action}))
+        hostile = trained(bad.serves(to_bytes(tensors(np.inf)), Codec.FLOAT32))
+        await bad.report(await bad.order(label), hostile)
+        await good.report(await good.order(label), good.trained(0.5, Codec.FLOAT32))
+        assert (await bad.ack(f"r.1.{label}.bad")).reason.startswith("not-finite")
+        answers = await running
+        assert (answers["bad"].result, isinstance(answers["good"].result, Trained)) == (None, True)
+        checkers = [p for p in psutil.Process().children() if "fedge.child" in p.cmdline()]
+        assert checkers
+        for checker in checkers:
+            checker.kill()
 
 
 IN_TWO_PARTS = Layout(
@@ -435,7 +555,7 @@ async def test_why_a_device_did_not_do_its_work_is_logged_and_told_with_its_name
         assert f"device={device} order=r.1.trial.{device} reason={reason!r}" in caplog.text
         assert events.count({"device": device, "round": 1, "reason": reason}) == 1
     again = make_fleet(one_broker, store)
-    again._take(2, fleet.devices())
+    await again._take(2, fleet.devices())
     assert {i: p.reason for i, p in again.problems.items()} == {**reasons, "declines": declined}
 
 
@@ -575,7 +695,7 @@ async def test_a_device_that_lacks_a_step_is_not_asked_and_shown_with_the_reason
     fleet, (a, old) = await federation(stack, one_broker, store, "a", "old")
     await old.appear("2", capabilities=Capabilities(trains=True, steps={"install": 1, "train": 7}))
     await until(lambda: fleet.registry.online()[1].steps is not None)
-    fleet._take(1, fleet.registry.online())
+    await fleet._take(1, fleet.registry.online())
     running = asyncio.create_task(fleet.run("train", dict.fromkeys(("a", "old"), train(fleet))))
     await a.report(await a.order("train"), Declined(why=Why.HOT))
     answers = await running

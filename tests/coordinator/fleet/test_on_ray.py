@@ -6,12 +6,15 @@ from pathlib import Path
 from threading import Timer
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
+from coordinator.fleet import on_ray
 from coordinator.fleet.on_ray import Recipe, Shards
-from coordinator.fleet.simulated import Execute
+from coordinator.fleet.simulated import Execute, SimulatedFleet
 from coordinator.methods import Option, Server, make
+from coordinator.methods.averaging import averages
 from coordinator.ray import connected, ray
 from coordinator.simulation.compare import compare
 from coordinator.simulation.federation import Data, Federation, deal, gather
@@ -20,6 +23,8 @@ from coordinator.simulation.settings import CompareSettings, Engine, Running, Sc
 from edge_agent import batched
 from edge_agent.worker import Finished
 from fedge.messages import Codec
+from fedge.sgd import Sgd
+from fedge.steps.train import Start, Train, Trained
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 SCENARIO = Scenario(devices=40, samples=1200, min_samples=10, rounds=2, codec=Codec.FLOAT32, local_steps=3)
@@ -57,7 +62,7 @@ async def trained(
 
 
 def shards(federation: Federation, home: Path, n: int) -> Shards:
-    recipe = Recipe(task=federation.task, home=home)
+    recipe = Recipe(task=federation.task, layout=federation.layout, home=home)
     return Shards(recipe, Data(federation.task, federation.shares), (), n)
 
 
@@ -78,11 +83,11 @@ async def test_bits_of_answers_as_they_come_do_not_either(cluster: object, feder
 
 async def test_a_killed_actor_changes_nothing(cluster: object, federation: Federation, tmp_path: Path):
     undisturbed = await trained(federation, tmp_path / "quiet", shards(federation, tmp_path / "quiet", 2))
-    on_ray = shards(federation, tmp_path / "killed", 2)
+    killed = shards(federation, tmp_path / "killed", 2)
 
     def and_kill(jobs: list[batched.Job]) -> list[Finished]:
-        found = on_ray(jobs)
-        ray.kill(on_ray._idle[0])
+        found = killed(jobs)
+        ray.kill(killed._idle[0])
         return found
 
     assert await trained(federation, tmp_path / "killed", and_kill) == undisturbed
@@ -94,17 +99,86 @@ async def test_a_node_that_dies_under_way_changes_nothing(
     undisturbed = await trained(federation, tmp_path / "quiet", shards(federation, tmp_path / "quiet", 2))
     second = cluster.add_node(num_cpus=2)
     cluster.wait_for_nodes()
-    on_ray = shards(federation, tmp_path / "lost", 6)
+    lossy = shards(federation, tmp_path / "lost", 6)
     loses = Timer(0.2, partial(cluster.remove_node, second, allow_graceful=False))
 
     def and_lose(jobs: list[batched.Job]) -> list[Finished]:
         if not loses.is_alive() and not loses.finished.is_set():
-            ray.get(list(on_ray._coming))  # on both nodes
+            ray.get(list(lossy._coming))  # on both nodes
             loses.start()
-        return on_ray(jobs)
+        return lossy(jobs)
 
     assert await trained(federation, tmp_path / "lost", and_lose) == undisturbed
     assert "shard_lost" in caplog.text
+
+
+async def trained_once(
+    federation: Federation, home: Path, execute: Execute
+) -> tuple[SimulatedFleet, dict[str, Trained]]:
+    """A fleet and the updates of its devices; on Ray they lie with the actors."""
+    fleet, first, _ = gather(federation, SCENARIO, SEED, home, execute)
+    action = Train(starts=(Start(model=first),), sgd=Sgd(steps=3), codec=Codec.FLOAT32)
+    answers = await fleet.run("train", {device.id: action for device in fleet.devices()})
+    return fleet, {i: answer.result for i, answer in answers.items() if isinstance(answer.result, Trained)}
+
+
+async def averaged(federation: Federation, fleet: SimulatedFleet, updates: dict[str, Trained], rule: str) -> bytes:
+    """The averages of all and of every second update."""
+    scenario = msgspec.structs.replace(SCENARIO, average=rule)
+    method = make("fedavg", scenario.for_method(SEED, {}), Server(federation.task, None))
+    ids = list(updates)
+    whole, half, nobody = await averages(method, fleet, updates, [ids, ids[::2], []], federation.layout)
+    assert nobody is None
+    assert whole is not None
+    assert half is not None
+    return whole.params.tobytes() + half.params.tobytes()
+
+
+@pytest.mark.parametrize("rule", ["clipped", "mean", "median"])
+async def test_averages_do_not_depend_on_who_dies(
+    rule: str,
+    cluster: Any,
+    federation: Federation,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Equal bytes after all actors died, and after the node died that alone had the updates."""
+    monkeypatch.setattr(on_ray, "BLOCKS", 3)  # large enough for the object store
+    here = await averaged(federation, *await trained_once(federation, tmp_path / "here", batched.execute), rule)
+    there = shards(federation, tmp_path / "there", 2)
+    fleet, updates = await trained_once(federation, tmp_path / "there", there)
+    undisturbed = await averaged(federation, fleet, updates, rule)
+    np.testing.assert_allclose(np.frombuffer(undisturbed), np.frombuffer(here), rtol=1e-6, atol=1e-9)
+    for shard in there._idle:
+        ray.kill(shard)
+    assert await averaged(federation, fleet, updates, rule) == undisturbed
+    assert "updates_lost" not in caplog.text
+
+    for shard in (*there._idle, *there._coming.values()):
+        ray.kill(shard)
+    second = cluster.add_node(num_cpus=2)
+    cluster.wait_for_nodes()
+    lossy = shards(federation, tmp_path / "lost", 6)
+    actors = dict(lossy._coming)
+    ray.get(list(actors))
+    for shard in [shard for shard in actors.values() if node_of(shard) != second.node_id]:
+        ray.kill(shard)
+    fleet, updates = await trained_once(federation, tmp_path / "lost", lossy)
+    cluster.remove_node(second, allow_graceful=False)
+    assert await averaged(federation, fleet, updates, rule) == undisturbed
+    assert "updates_lost" in caplog.text
+
+
+def node_of(shard: Any) -> str:
+    return str(ray._private.state.actors(shard._actor_id.hex())["Address"]["NodeID"])
+
+
+async def test_only_sums_travel(cluster: object, federation: Federation, tmp_path: Path) -> None:
+    there = shards(federation, tmp_path, 2)
+    fleet, updates = await trained_once(federation, tmp_path, there)
+    there.fetch = None  # type: ignore[assignment, method-assign]
+    await averaged(federation, fleet, updates, "clipped")
 
 
 def test_a_simulation_on_ray_gives_the_figures_of_one_here(cluster: object, tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
 """How long a device may take."""
 
-from coordinator.fleet.pace import ROOM, Paces, work_of
+from coordinator.fleet.pace import EXPORT, ROOM, Paces, work_of
 from fedge.messages import BlobRef
 from fedge.sgd import Sgd
+from fedge.step import installed_steps
 from fedge.steps.train import Start, Train
 
 REF = BlobRef(digest="0" * 64, size_bytes=1)
@@ -14,6 +15,15 @@ def test_who_is_unknown_has_the_least_until_somebody_is_known() -> None:
     for device, seconds in (("slow", 300.0), ("b", 20.0), ("c", 10.0)):
         paces.note(device, 100, seconds)
     assert paces.allowed_s({"a": 100, "slow": 100}, least_s=60) == {"a": ROOM * 20, "slow": ROOM * 300}
+
+
+def test_a_device_of_unknown_speed_has_more_time_for_a_bundle() -> None:
+    paces = Paces()
+    paces.note("a", 100, 1.0)
+    allowed = paces.allowed_s({"a": 100, "b": 100, "c": 100}, least_s=60, exporting=("a", "b"))
+    assert allowed == {"a": 60, "b": EXPORT * 60, "c": 60}
+    exporting = {name for name, step in installed_steps().items() if step.EXPORTS}
+    assert exporting == {"install", "fit_gate", "fit_mixture", "fit_pool"}
 
 
 def test_a_longer_order_gets_more_time_and_a_short_one_the_least() -> None:

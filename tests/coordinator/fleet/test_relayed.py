@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from coordinator.fleet import Answer, Device, FleetAround
-from coordinator.fleet.relayed import Relay, Relayed, RelayFleet, SiteOrders, SiteSums, Sum, Summed, Told
+from coordinator.fleet.relayed import Relay, Relayed, RelayFleet, SiteOrders, Sum, Summed, Told
+from coordinator.fleet.sites import SiteSums
 from coordinator.methods.averaging import ignore
 from fedge.errors import ConfigError
 from fedge.messages import BlobRef, Codec, Outcome, Why

@@ -126,6 +126,15 @@ async def test_late_joiners_and_changed_devices_are_asked_and_nobody_else_moves(
     assert after.described["d01"].incarnation == "2"
 
 
+async def test_clusters_made_anew_ask_every_device_again(tmp_path) -> None:
+    fleet, layout, first = skewed(tmp_path)
+    method = make("cfic", MethodSettings(rounds=4, participation=0.5, **EXACT))
+    before = await rounds(method, method.init(layout, first), fleet, 2)
+    after = await rounds(method, method.recluster(before), fleet, 1)
+    assert {i for r, step, i in fleet.asked if (r, step) == (3, "describe")} == set(fleet.workers)
+    assert (after.round, clusters(after, after.described)) == (3, clusters(before, before.described))
+
+
 async def test_every_round_asks_exactly_its_quota_with_the_base_from_each_cluster(tmp_path) -> None:
     fleet, layout, first = skewed(tmp_path, n=12, seed=3)
     method = make("cfic", MethodSettings(rounds=6, participation=0.8, **EXACT))

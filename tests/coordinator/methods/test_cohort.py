@@ -49,7 +49,7 @@ def test_only_the_bandit_learns_of_losses_and_only_the_fastest_of_times() -> Non
     for how in ("uniform", "fastest", "ccmab"):
         cohort = drawn(how, STATE, DEVICES, SETTINGS, MODEL)
         answers = {i: Answer(i, TRAINED, seconds=3.0) for i in cohort.ids}
-        state = learned(how, STATE, cohort, answers, SETTINGS)
+        state = learned(how, STATE, cohort, answers)
         assert state.seconds == (dict.fromkeys(cohort.ids, 3.0) if how == "fastest" else {})
         assert state.bandit.rewards == ((0.5, 0.5, 0.5) if how == "ccmab" else ())
 
@@ -62,7 +62,7 @@ def test_silence_is_a_failure_and_a_refusal_is_none() -> None:
         refusing: Answer(refusing, Declined(reason="on battery")),
         trained: Answer(trained, TRAINED, seconds=3.0),
     }
-    assert learned("ccmab", STATE, cohort, answers, SETTINGS).bandit.rewards == (-1.0, 0.5)
+    assert learned("ccmab", STATE, cohort, answers).bandit.rewards == (-1.0, 0.5)
     answers["x"] = Answer("x", Failed(reason="disk full"))
     assert times(answers) == {silent: math.inf, trained: 3.0, "x": math.inf}
 

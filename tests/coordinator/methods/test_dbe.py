@@ -63,13 +63,13 @@ async def test_g_is_measured_once_and_every_later_round_is_drawn_to_it(tmp_path:
         state = await next_round(method, state, fleet)
     assert [number for number, action in actions if isinstance(action, MeanFeatures)] == [1] * 4
     drawn = {
-        (number, action.STEP, getattr(action, "global_mean", None), getattr(action, "momentum", None))
+        (number, action.STEP, getattr(action, "global_mean", None))
         for number, action in actions
         if isinstance(action, Train)
     }
     assert state.global_mean is not None
-    later = ("train_dbe", state.global_mean, 1.0)
-    assert drawn == {(1, "train", None, None), (2, *later), (3, *later)}
+    later = ("train_dbe", state.global_mean)
+    assert drawn == {(1, "train", None), (2, *later), (3, *later)}
     assert {action.kappa for _, action in actions if isinstance(action, TrainDbe)} == {1.0}
 
 

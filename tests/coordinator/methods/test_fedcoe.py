@@ -90,7 +90,7 @@ def params(fleet: Fleet, ref: BlobRef, layout: Layout) -> np.ndarray:
 async def test_a_round_is_that_of_section_5(tmp_path: Path, ranking: str) -> None:
     """Against the equations written down once more, sample by sample."""
     fleet, layout, first = federation(tmp_path, n=4)
-    method = method_of(ranking=ranking, n_experts=3, n_top=2, tau=0.7)
+    method = method_of(ranking=ranking, n_experts=3, tau=0.7)
     fleet.round = 1
     after = await method.advance(method.init(layout, first), fleet)
 
@@ -440,10 +440,3 @@ def test_printed_is_what_the_paper_has_and_tau_stands_above_it() -> None:
         method_of(tau_e=0.5)
     with pytest.raises(ConfigError, match="option"):
         method_of(tau=1.5)
-
-
-@pytest.mark.parametrize(("n_clients", "n_top", "n_experts", "expected"), [
-    (5, 0, 5, 3), (4, 0, 5, 2), (1, 0, 5, 1), (9, 2, 5, 2), (9, 0, 1, 9),
-])  # fmt: skip
-def test_how_many_clients_feed_an_expert(n_clients: int, n_top: int, n_experts: int, expected: int) -> None:
-    assert method_of(n_top=n_top, n_experts=n_experts)._n_top(n_clients) == expected

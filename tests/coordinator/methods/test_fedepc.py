@@ -46,7 +46,7 @@ class Unfair(FedEpc):
     """Overdue devices are not asked."""
 
     def bandit(self) -> ccmab.Settings:
-        return msgspec.structs.replace(super().bandit(), fairness=False)
+        return dataclasses.replace(super().bandit(), fairness=False)
 
 
 def method(

@@ -6,7 +6,6 @@ import json
 import msgspec
 import numpy as np
 import pytest
-from msgspec import UNSET
 
 from benchmarks import default_method
 from coordinator.fleet import Device, require_sendable
@@ -36,15 +35,15 @@ from edge_agent.candidates import Fitted
 from edge_agent.evaluation import final_prior
 from edge_agent.steps.describe_labels import label_feature
 from edge_agent.worker import Worker
-from export.reference import calibrated
 from fedge.bundle import read as read_bundle
 from fedge.errors import ConfigError
+from fedge.fusion import calibrated
 from fedge.messages import Codec, Role
 from fedge.sgd import Sgd
 from fedge.steps.fit_candidates import CandidatesFitted
 from fedge.steps.profile import Profiled
 from fedge.steps.train import Start, Train, Trained
-from fedge.tensors import Layout, Model, flatten, from_bytes, unflatten
+from fedge.tensors import Model, flatten, from_bytes, unflatten
 from tests.support.simulation import Fleet, digits, manifests, predicted
 from tests.support.simulation import roles as roles_of
 
@@ -107,20 +106,6 @@ async def test_a_silent_round_changes_neither_model_nor_velocity(tmp_path) -> No
     before = await rounds(method, method.init(layout, first), fleet, 2)
     fleet.silent = frozenset(device.id for device in fleet.devices())
     assert (await rounds(method, before, fleet, 1)).shared == before.shared
-
-
-async def test_own_class_means_are_asked_for_from_the_second_round_on(tmp_path) -> None:
-    """Section 4.1: not in the first, whose model knows nothing; nor by default, nor without a head."""
-    _, layout, first, _ = digits(tmp_path, n=4, limit=160)
-
-    def asked(kind: type[Fedge], layout: Layout) -> list[object]:
-        state = kind(EXACT).init(layout, first)
-        return [kind(EXACT)._order(state, "d00", r, measure=False).class_means for r in (1, 2, 9)]
-
-    assert asked(default_method.OwnMeans, layout) == [UNSET, 0.1, 0.1]
-    assert asked(Fedge, layout) == [UNSET] * 3
-    headless = Layout(tensors=tuple(msgspec.structs.replace(info, layer="") for info in layout.tensors))
-    assert asked(default_method.OwnMeans, headless) == [UNSET] * 3
 
 
 # -------------------------------------------------------------------------------------- asynchronous rounds
@@ -362,6 +347,22 @@ def test_what_a_device_may_start_from(tmp_path) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- selection
+
+
+async def test_groups_are_made_anew_before_the_split_and_not_after_it(tmp_path) -> None:
+    fleet, layout, first, _ = digits(tmp_path)
+    method = Fedge(MethodSettings(rounds=20, participation=0.5, sgd=Sgd(steps=5)))
+    before = await rounds(method, method.init(layout, first), fleet, module.WARM_UP + 1)
+    assert before.groups
+    anew = method.recluster(before)
+    assert anew is not None
+    assert not anew.groups
+    assert anew.shared == before.shared
+    asked = len(fleet.asked)
+    after = await rounds(method, anew, fleet, 1)
+    assert {i for _, step, i in fleet.asked[asked:] if step == "profile"} == set(fleet.workers)
+    assert after.groups
+    assert method.recluster(with_clusters(before, fleet, tuple(fleet.workers))) is None
 
 
 async def test_everybody_takes_part_until_there_are_profiles_then_the_bandit_chooses(tmp_path) -> None:

@@ -74,7 +74,7 @@ def test_a_bandit_learns_the_loss_drop_minus_one_of_silence_and_nothing_of_a_ref
         "b": Answer("b", None),
         "c": Answer("c", Declined(reason="")),
     }
-    after = observed(bandit, selection, answers, SETTINGS)
+    after = observed(bandit, selection, answers)
     np.testing.assert_allclose(after.rewards, [0.6, -1.0])
     assert set(after.participations) == {"a"}
 

@@ -223,7 +223,6 @@ async def test_a_network_that_cannot_be_a_bundle_leaves_them_without_and_ends_no
         ("fedepc:clustering=labels:sigma_dp=0.1", "sigma_dp hides profiles"),
         ("fedepc:sigma_dp=0.1", "set extractor=server"),
         ("fedepc:n_clusters=3", "n_clusters changes nothing with clustering=aidc"),
-        ("fedcoe:n_experts=1:n_top=2", "n_top changes nothing"),
         ("fedge:mode=shift:local_pilot=true", "local_pilot changes nothing"),
         ("pm-moe:noise=1", "give clip, too"),
         ("scmoe-pfl:clustering=labels:n_clusters=3", "n_clusters changes nothing"),
@@ -284,3 +283,8 @@ async def test_who_does_not_answer_the_last_step_is_asked_again_a_few_times() ->
         ("install", ["a", "b", "never"]), ("install-2", ["b", "never"]), ("install-3", ["never"]),
     ]  # fmt: skip
     assert len(fleet.asked) == ATTEMPTS
+
+
+def test_a_method_says_at_least_what_a_round_is() -> None:
+    with pytest.raises(ConfigError, match="lacks round"):
+        method_class("coordinator.methods:Method")

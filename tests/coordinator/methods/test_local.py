@@ -5,8 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from coordinator.methods import MethodSettings, dump, load, make
-from coordinator.methods.local import LocalState
+from coordinator.methods import MethodSettings, ModelState, dump, load, make
 from coordinator.simulation.rounds import run
 from fedge.errors import ConfigError
 from fedge.models.training import Network, Trainer
@@ -80,7 +79,7 @@ async def test_every_device_installs_what_it_learned_from_all_its_samples_and_se
         trainer.run(50)
         alike = (network.logits(network.dump(), x).argmax(axis=1) == found.argmax(axis=1)).mean()
         assert alike > 0.9
-    assert load(dump(state), LocalState) == state
+    assert load(dump(state), ModelState) == state
 
 
 async def test_a_silent_device_has_no_bundle(tmp_path) -> None:

@@ -17,8 +17,8 @@ from coordinator.methods.personal_layers import PersonalLayers, PersonalState
 from coordinator.simulation.rounds import run
 from edge_agent.evaluation import logits, prior
 from edge_agent.mixture import PLAIN
-from export.reference import calibrated
 from fedge.errors import ConfigError
+from fedge.fusion import calibrated
 from fedge.messages import BlobRef, Codec, Role, blobs_of
 from fedge.models import initial
 from fedge.sgd import Sgd
@@ -287,7 +287,6 @@ async def test_the_initial_model_travels_once_to_each_device(tmp_path: Path) -> 
     [
         ("ditto", "proximal_lambda", 0.0, -0.1),
         ("fedrep", "head_steps", 3, 0),
-        ("dbe", "feature_momentum", 0.1, 0.0),
         ("dbe", "kappa", 50.0, -1.0),
         ("fedper", "selection", "fastest", "best"),
     ],

@@ -19,7 +19,7 @@ from fedge.errors import ConfigError
 from fedge.topics import Topics
 from fedge.transport import Transport
 from tests.support.federation import NAME
-from tests.support.tls import Authority
+from tests.support.identities import Authority
 
 
 @pytest.fixture

@@ -27,8 +27,7 @@ from fedge.errors import ConfigError
 from fedge.files import volatile
 from fedge.identity import CRL, Role, Subject, subject_of
 from fedge.identity import Authority as Verifier
-from tests.support.identities import Authority as Foreign
-from tests.support.tls import Authority
+from tests.support.identities import Authority
 
 DAY = dt.timedelta(days=1)
 
@@ -275,7 +274,7 @@ def test_a_coordinator_that_was_taken_over_lets_nobody_in_again(tmp_path: Path) 
 
 def test_a_list_that_the_authority_has_not_signed_is_not_gone_on_with(authority: Authority, tmp_path: Path) -> None:
     (tmp_path / "g").mkdir()
-    (authority.folder / "crl.pem").write_bytes(Foreign(tmp_path / "g").crl(9))
+    (authority.folder / "crl.pem").write_bytes(Authority(tmp_path / "g").crl(9))
     with pytest.raises(ConfigError, match="is not by this authority: bring it back from a backup"):
         authority.issuer.revoke("status")
 

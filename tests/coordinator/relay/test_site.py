@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from coordinator.clustering import mctc
-from coordinator.fleet.relayed import SiteSums, Sum, Summed
+from coordinator.fleet.relayed import Sum, Summed
+from coordinator.fleet.sites import SiteSums
 from coordinator.relay.site import Site
 from coordinator.store import Store
 from edge_agent.worker import Finished

@@ -191,6 +191,13 @@ async def test_with_certificates_it_believes_what_devices_have_signed_and_nothin
     signed = device.seal(topic, said)
     await supervisor._on_health(Inbound(topic, signed, retained=False))
     assert supervisor._fleet.keys() == {"cam1"}
+    newer = device.seal(topic, said)
+    await supervisor._on_health(Inbound(topic, newer, retained=False))
+    supervisor._keep(supervisor._progress)
+    restarted = Supervisor(Folder(repo), release(repo), PLAN, settings, "shop", lambda event, fields: None)
+    with pytest.raises(ProtocolError, match="replayed"):
+        await restarted._on_health(Inbound(topic, signed, retained=False))
+    signed = newer
     with pytest.raises(ProtocolError, match="certificate: device cam1 of shop may not say this"):
         await supervisor._on_health(Inbound(topic.replace("cam1", "cam2"), device.seal(topic, said), retained=False))
     authority.revoke("cam1")

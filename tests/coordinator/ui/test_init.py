@@ -94,8 +94,17 @@ async def test_why_a_device_is_not_chosen_shows_in_the_fleet(http: ClientSession
     ).result()
     devices = {d["id"]: d for d in (await (await http.get("api/state")).json())["devices"]}
     assert (devices["cam1"]["now"], devices["cam1"]["why"]) == ("asked", "")
-    told = "not chosen: it would take about 9.0 s, and the deadline is 5.0 s"
+    told = "not chosen: it would take about 9 s, and the deadline is 5 s"
     assert (devices["cam4"]["now"], devices["cam4"]["why"]) == ("not asked", told)
+
+
+async def test_the_bandits_estimates_and_the_share_of_outliers_are_told(http: ClientSession) -> None:
+    rows = {d["device"]: d for d in (await (await http.get("api/rounds/1")).json())["devices"]}
+    told = rows["cam1"]["chosen"]
+    assert told.startswith("chosen among 13: it would take about 1 s, within the deadline of 20 s; ")
+    assert told.endswith("; expected gain 0.300, exploration bonus 0.500")
+    devices = {d["id"]: d for d in (await (await http.get("api/state")).json())["devices"]}
+    assert [devices[i]["outliers"] for i in ("cam1", "cam2", "cam3")] == [0.025, None, None]
 
 
 async def test_actions_take_a_login_and_the_word_that_only_the_page_has(http: ClientSession, store: Store) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from edge_agent.steps.describe_labels import label_feature, randomised_response
 from edge_agent.worker import Worker
-from fedge.errors import StoreError
+from fedge.step import Failed
 from fedge.steps.describe_labels import DescribeLabels, LabelsDescribed
 from fedge.task import TaskSpec
 from fedge.tasks import DeviceData
@@ -138,5 +138,8 @@ def test_the_orders_seed_does_not_tell_the_answer(tmp_path) -> None:
 def test_a_spoiled_store_is_not_drawn_anew(tmp_path) -> None:
     told(tmp_path, data([3]), DescribeLabels(epsilon=1.0))
     (tmp_path / "labels.json").write_bytes(b"{")
-    with pytest.raises(StoreError, match=r"labels\.json"):
-        told(tmp_path, data([3]), DescribeLabels(epsilon=1.0))
+    worker = Worker("d", TASK, data([3]), tmp_path)
+    failed = worker.execute(order(DescribeLabels(epsilon=1.0)), lambda _: b"").result
+    assert isinstance(failed, Failed)
+    assert "labels.json" in failed.reason
+    assert (tmp_path / "labels.json").read_bytes() == b"{"

@@ -12,9 +12,9 @@ from deploy import load
 from edge_agent import evaluation, gate, private_model
 from edge_agent.device import Device
 from edge_agent.steps import fit_mixture
-from export.reference import gate_features
 from fedge import models
 from fedge.bundle import read
+from fedge.fusion import gate_features
 from fedge.messages import Role
 from fedge.sgd import Sgd
 from fedge.steps.fit_mixture import FitMixture
@@ -60,7 +60,7 @@ def logits_of_candidates(own, tmp_path, x):
 def gate_scores(tmp_path, x):
     folder = tmp_path / "bundles" / "1"
     tensors = from_bytes((folder / read(folder).manifest.gate.file_name).read_bytes())
-    hidden = np.maximum(gate_features(x, (1, 1)) @ tensors["gate.hidden.weight"].T + tensors["gate.hidden.bias"], 0)
+    hidden = np.maximum(gate_features(x) @ tensors["gate.hidden.weight"].T + tensors["gate.hidden.bias"], 0)
     return hidden @ tensors["gate.out.weight"].T + tensors["gate.out.bias"]
 
 

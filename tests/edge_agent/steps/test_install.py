@@ -2,13 +2,16 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+import export.parity
 from deploy import load
 from edge_agent.steps.install import fine_tuned
 from edge_agent.worker import Worker
+from fedge.bundle import MARKED
 from fedge.messages import Role
 from fedge.models.training import Network, Trainer, mean_loss
 from fedge.sgd import Sgd
@@ -151,6 +154,32 @@ def test_sensitive_samples_take_part_and_the_result_does_not_show_it(tmp_path: P
     one, other = done(tmp_path / "a", data, COMPETING), done(tmp_path / "b", relabelled, COMPETING)
     assert one == other
     assert manifest_of(tmp_path / "a", one).candidates != manifest_of(tmp_path / "b", other).candidates
+
+
+def test_a_marked_sample_on_which_a_graph_fails_does_not_show_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = export.parity.run
+
+    def spoiled(graph: bytes, folder: Path, x: Any) -> Any:
+        """ONNX Runtime fails on the samples of value 7."""
+        p, *others = real(graph, folder, x)
+        p[(x == 7).reshape(len(x), -1).all(axis=1)] = np.nan
+        return [p, *others]
+
+    monkeypatch.setattr(export.parity, "run", spoiled)
+    plain = device_data()
+    marked = replace(
+        plain,
+        x_val=np.concatenate([plain.x_val, np.full_like(plain.x_val[:1], 7)]),
+        y_val=np.concatenate([plain.y_val, plain.y_val[:1]]),
+        sensitive_val=np.arange(len(plain.x_val) + 1) == len(plain.x_val),
+    )
+    one, other = done(tmp_path / "a", plain, None), done(tmp_path / "b", marked, None)
+    assert one == other
+    assert manifest_of(tmp_path / "b", other).metrics[MARKED] == 1
+    without = replace(plain, sensitive=np.zeros_like(plain.sensitive))
+    assert manifest_of(tmp_path / "c", done(tmp_path / "c", without, None)).metrics[MARKED] == 0
 
 
 def test_the_same_order_gives_the_same_bundle(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from edge_agent.privacy_ledger import Ledger
 from edge_agent.worker import Worker
 from fedge import codec
 from fedge.egress import PRIVACY_LEDGER
-from fedge.errors import StoreError
 from fedge.messages import Codec, Why
 from fedge.sgd import Sgd
 from fedge.step import Declined, Failed
@@ -191,11 +190,14 @@ def test_without_samples_it_declines(tmp_path: Path) -> None:
     assert worker(tmp_path, all_marked).execute(order(train(blobs)), blobs).result == Declined(why=Why.NO_DATA)
 
 
-def test_a_damaged_ledger_ends_the_agent(tmp_path: Path) -> None:
+def test_with_a_damaged_ledger_no_budget_is_spent(tmp_path: Path) -> None:
     (tmp_path / PRIVACY_LEDGER).write_text("{")
     blobs = Blobs()
-    with pytest.raises(StoreError, match="not known any more"):
-        worker(tmp_path).execute(order(train(blobs)), blobs)
+    finished = worker(tmp_path).execute(order(train(blobs)), blobs)
+    assert isinstance(finished.result, Failed)
+    assert "not known any more" in finished.result.reason
+    assert not finished.blobs
+    assert (tmp_path / PRIVACY_LEDGER).read_text() == "{"
 
 
 def test_training_that_diverges_is_paid_for(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from export import Candidate, GateWeights, Mixture, write_bundle
-from export.parity import n_gate_features
 from fedge import models
 from fedge.bundle import SKELETON
 from fedge.errors import ConfigError
@@ -215,7 +214,7 @@ def test_candidates_of_a_bundle_share_what_is_frozen(adapt: str, file: Path, tmp
         tuple(Candidate(Role.EXPERT, name, model, weight=0.5) for name, model in (("a", first), ("b", after))),
         np.zeros(3),
         0.0,
-        GateWeights.untrained(n_gate_features(task), 2),
+        GateWeights.untrained(task.input_shape, 2),
     )
     info = write_bundle(
         tmp_path / "bundle",

@@ -10,7 +10,6 @@ import torch
 
 import deploy
 from export import Candidate, GateWeights, Mixture, write_bundle
-from export.parity import n_gate_features
 from fedge import models
 from fedge.messages import Role
 from fedge.models.resnet_moe import Block, ResNetMoE
@@ -92,7 +91,7 @@ def test_its_bundle_predicts_what_torch_predicts(tmp_path: Path, experts: int, t
         candidates=(Candidate(role=Role.GLOBAL, name="global", model=model),),
         log_prior=np.zeros(4),
         beta=0.0,
-        gate=GateWeights.untrained(n_gate_features(task), 1),
+        gate=GateWeights.untrained(task.input_shape, 1),
     )
     folder = tmp_path / "bundle"
     write_bundle(folder, task=task, layout=layout, mixture=mixture, validation=x, release=1, method="test", metrics={})

@@ -195,7 +195,6 @@ MALFORMED: list[tuple[Action | Result, dict[str, Any]]] = [
     (trained(), {"update": {"digest": "0" * 64, "size_bytes": 0}}),
     (trained(), {"update": {"digest": "0" * 64, "size_bytes": 1, "path": "/"}}),
     (DITTO, {"proximal_lambda": -1.0}),
-    (DBE, {"momentum": 0.0}),
     (DBE, {"kappa": -1.0}),
     (FeaturesMeasured(mean=(0.0,), n_samples=1), {"mean": ()}),
     (FeaturesMeasured(mean=(0.0,), n_samples=1), {"mean": (0.0,) * (MAX_FEATURES + 1)}),

@@ -145,3 +145,19 @@ def test_a_task_of_the_users_own_reads_its_data(tmp_path: Path, monkeypatch: pyt
     task = msgspec.structs.replace(task, name="other_sensor:Sensor")
     with pytest.raises(ConfigError, match="labels from 2 to 2 found"):
         device_data(task, tmp_path, seed=9)
+
+
+def test_what_a_task_of_the_users_own_cannot_read_is_told_without_a_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "task_that_opens.py").write_text(
+        "class Mine:\n    def device_data(self, source, *, seed):\n        return source.read_bytes()\n"
+    )
+    (tmp_path / "dev1.npz").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    mine = msgspec.structs.replace(WINDOWS, name="task_that_opens:Mine")
+    for read in (lambda at: device_data(mine, at, seed=0), lambda at: device_inputs(mine, at)):
+        with pytest.raises(ConfigError, match=r"no file or folder of samples at .*dev2\.npz \(did you mean dev1\.npz"):
+            read(tmp_path / "dev2.npz")
+        with pytest.raises(ConfigError, match=r"cannot read .*Is a directory"):
+            read(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
@@ -12,9 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedge.errors import MALFORMED, ConfigError
+from fedge.files import require_there
+from fedge.npz import require_room
 from fedge.preprocess import load_image
-from fedge.task import TaskSpec
-from fedge.tasks.arrays import TEST, TRAIN, VALIDATION
+from fedge.task import TEST, TRAIN, VALIDATION, TaskSpec
 from fedge.text import nearest
 
 SUFFIXES: Final = frozenset({".jpg", ".jpeg", ".png"})
@@ -30,6 +32,7 @@ def names(source: Path, *, labelled: bool = True) -> list[str]:
     Raises:
         ConfigError: the source is neither, or no image lies in a class folder.
     """
+    require_there(source, "folder or .zip of images")
     try:
         if source.is_dir():
             found = [p.relative_to(source).as_posix() for p in source.rglob("*")]
@@ -39,9 +42,18 @@ def names(source: Path, *, labelled: bool = True) -> list[str]:
     except (OSError, zipfile.BadZipFile) as error:
         raise ConfigError(f"{source} is no folder or .zip of images: {error}") from error
     images = sorted(n for n in found if PurePosixPath(n).suffix.lower() in SUFFIXES)
-    if not images or (labelled and any("/" not in n for n in images)):
-        raise ConfigError(f"{source} must hold images in one folder per class: <class>/*.jpg or *.png")
+    where = f"{source} must hold images in one folder per class, <class>/*.jpg or *.png"
+    if not images:
+        others = sorted(n for n in found if PurePosixPath(n).suffix)
+        raise ConfigError(f"{where}: there is no image in it" + "".join(f", but {n}" for n in others[:1]))
+    if labelled and (loose := [n for n in images if "/" not in n]):
+        raise ConfigError(f"{where}: {loose[0]} lies in none")
     return images
+
+
+def has_classes(images: Sequence[str], classes: Sequence[str]) -> bool:
+    """Whether images lie in folders, and any of these is called like a class."""
+    return all("/" in image for image in images) and any(class_of(image) in classes for image in images)
 
 
 def class_of(name: str) -> str:
@@ -58,7 +70,8 @@ def labels(images: Sequence[str], classes: Sequence[str]) -> NDArray[np.int64]:
     numbers = {name: number for number, name in enumerate(classes)}
     unknown = sorted({class_of(image) for image in images} - set(numbers))
     if unknown:
-        raise ConfigError(f"folders {unknown} are no classes of the task ({', '.join(classes)})")
+        hint = nearest(unknown[0], classes)
+        raise ConfigError(f"folders {unknown} are no classes of the task ({', '.join(classes)}){hint}")
     return np.array([numbers[class_of(image)] for image in images], dtype=np.int64)
 
 
@@ -66,8 +79,9 @@ def load(task: TaskSpec, source: Path, images: Sequence[str]) -> NDArray[np.uint
     """The images as (n, height, width[, 3]) uint8, in the order of their names.
 
     Raises:
-        ConfigError: an image cannot be read; the text names it.
+        ConfigError: an image cannot be read; the text names it. Or all take more than half of the memory.
     """
+    require_room(source, len(images) * math.prod(task.input_shape))
     if source.is_dir():
         return np.stack([load_image(task, source / image) for image in images])
     with zipfile.ZipFile(source) as archive:

@@ -1,9 +1,13 @@
-"""The mixture's formula in float32 numpy, for engines that run the candidates one by one (fedge.md sections 9, 11).
+"""The mixture's formula in numpy, in the precision of its numbers (fedge.md sections 7, 9, 11).
 
-It uses the same tensors of the gate's part as the skeleton's graph and gives the same result, even if a candidate's
-logits are not finite. Between two networks nothing of this is in the processor's caches, so each call costs several
-times what it does in a loop: as much as possible is precomputed at load time, and one pass over the logits gives
-energies and probabilities.
+Symbols as in the specification: M candidates, C classes, n samples. Runtimes compute in float32, a device's fit and the
+check of a bundle in float64. `export.graph` is the same as a graph, `edge_agent.gate` as the loss that the gate is
+trained by; tests/fedge/test_fusion.py holds them together. With weights 1/M, T = 1, kappa = 0, beta = 1 and energies
+that are neither standardised nor clipped, it is SCMoE-PFL's gate (scmoe_pfl.md section 11).
+
+A `Formula` takes the tensors of a gate's part. Between two networks nothing of it is in the processor's caches, so each
+call costs several times what it does in a loop: as much as possible is precomputed at load time, and one pass over the
+logits gives energies and probabilities.
 """
 
 from __future__ import annotations
@@ -11,26 +15,103 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedge.bundle import Manifest
 from fedge.task import SMALL_WINDOW, gate_pool
 
-Floats = NDArray[np.float32]
+if TYPE_CHECKING:
+    from fedge.steps.fit_weights import Calibration
+
+Array = NDArray[np.float64]
+Floats = NDArray[np.floating]
 Numbers = Mapping[str, NDArray[Any]]
 """The tensors of a gate's part by name."""
 
+ENERGY_CLIP: Final = 3.0
+"""Bound of the standardised energy (fedge.md section 9)."""
+MIN_ENERGY_STD: Final = 0.1
+"""Smallest divisor of the standardisation (fedge.md section 9)."""
 LOWEST: Final = np.float32(-3e38)
-"""Score of a candidate that is dropped, as in the graph."""
+"""Score of a candidate that is dropped: below every other, and finite, so that a softmax over such scores is too."""
+ZERO_WEIGHT: Final = -2e38
+"""log omega of a candidate without weight: a share only where no other candidate is usable; finite in float32."""
 WITHOUT_WEIGHT: Final = np.float32(-1e38)
 """A gate bias below it belongs to a candidate of weight 0."""
 SAFE: Final = np.float32(60)
 """Up to this absolute value exp can neither overflow nor vanish in a sum, so no row's largest need be subtracted."""
 _ZERO: Final = np.float32(0)
 _NAN: Final = np.float32(np.nan)
+
+
+# ------------------------------------------------------------------------------------------- its terms, for the fit
+
+
+def log_softmax(scores: Array) -> Array:
+    """Along the last axis, the largest subtracted first."""
+    shifted = scores - scores.max(axis=-1, keepdims=True)
+    return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True)))
+
+
+def calibrated(logits: Floats, prior: Array, by: Calibration) -> Array:
+    """Log-probabilities q = log-softmax(l / T + kappa * pi) along the last axis; NaN where a logit is not finite."""
+    with np.errstate(invalid="ignore"):
+        return log_softmax(np.asarray(logits, np.float64) / by.temperature + by.kappa * prior)
+
+
+def raw_energies(logits: Floats) -> Array:
+    """logsumexp_c l_k(x), (n, M), from logits (M, n, C)."""
+    with np.errstate(invalid="ignore"):
+        return np.asarray(np.logaddexp.reduce(np.asarray(logits, np.float64), axis=2).T)
+
+
+def standardised(energies: Array, mean: Array, std: Array) -> Array:
+    """Standardised energies, (n, M), between -3 and 3."""
+    return np.asarray(np.clip((energies - mean) / np.maximum(std, MIN_ENERGY_STD), -ENERGY_CLIP, ENERGY_CLIP))
+
+
+def log_weights(weights: Array) -> Array:
+    """Log omega, (M,), finite for a weight of 0, too."""
+    return np.log(weights, out=np.full(np.shape(weights), ZERO_WEIGHT), where=weights > 0)
+
+
+def log_mixture(log_q: Array, scores: Array) -> Array:
+    """Log p = log sum_k alpha_k exp q_k, (n, C), with alpha = softmax(s).
+
+    Args:
+        log_q: (M, n, C) log-probabilities of the candidates; one that is not finite for a sample is dropped there. None
+            left: p = 1/C (scmoe_pfl.md 11.2).
+        scores: s = log omega + beta e, (n, M).
+    """
+    usable = np.asarray(np.isfinite(log_q).all(axis=2)).T
+    some = np.asarray(usable.any(axis=1))
+    log_alpha = log_softmax(np.where(usable, scores, -np.inf)[some])
+    clean = np.where(usable.T[:, :, None], log_q, 0.0)
+    log_p = np.full(log_q.shape[1:], -math.log(log_q.shape[2]))
+    log_p[some] = np.logaddexp.reduce(log_alpha.T[:, :, None] + clean[:, some], axis=0)
+    return log_p
+
+
+def gate_features(inputs: Floats) -> Array:
+    """The gate's inputs (n, F) of model inputs (n, *input_shape): means over complete windows (`gate_pool`), flat."""
+    x: Array = inputs.astype(np.float64)
+    rows, columns = gate_pool(x.shape[1:])
+    if (rows, columns) != (1, 1):
+        n, channels, height, width = x.shape
+        down, across = height // rows, width // columns
+        x = x[:, :, : down * rows, : across * columns].reshape(n, channels, down, rows, across, columns)
+        x = x.mean(axis=(3, 5))
+    return x.reshape(len(x), -1)
+
+
+def n_gate_features(input_shape: tuple[int, ...]) -> int:
+    """F, the number of the gate's inputs."""
+    return gate_features(np.zeros((1, *input_shape))).size
+
+
+# ------------------------------------------------------------------------------------------------ all of it at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +149,9 @@ class Energies:
     scale: float
     mean: Floats
     inverse_std: Floats
-    low: np.float32
-    high: np.float32
-    beta: np.float32
+    low: np.floating
+    high: np.floating
+    beta: np.floating
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,44 +181,36 @@ class Formula:
     scale: Floats
     prior: Floats
     mixed: int
-    guard: np.float32
+    guard: np.floating
     experts: NDArray[np.int64]
     top: int
-    tame: np.float32
-
-
-def formula(manifest: Manifest, numbers: Numbers) -> Formula:
-    """The formula of a bundle, with the tensors of its gate's part."""
-    experts = [k for k, c in enumerate(manifest.candidates) if c.role.is_shared]
-    return prepared(manifest.task.input_shape, numbers, experts, manifest.fusion.top)
+    tame: np.floating
 
 
 def prepared(input_shape: tuple[int, ...], numbers: Numbers, experts: Sequence[int], top: int) -> Formula:
-    """The formula for inputs of a shape; see `Formula` for the rest."""
-    n_candidates = len(numbers["energy.mean"])
+    """The formula for inputs of a shape, in the precision of its numbers; see `Formula` for the rest."""
+    n_candidates, dtype = len(numbers["energy.mean"]), numbers["energy.mean"].dtype
     energies = Energies(
         float(numbers.get("energy.scale", 1)),
         numbers["energy.mean"],
         numbers["energy.inverse_std"],
-        np.float32(numbers["energy.low"]),
-        np.float32(numbers["energy.high"]),
-        np.float32(numbers["energy.beta"]),
+        *(dtype.type(numbers[f"energy.{name}"]) for name in ("low", "high", "beta")),
     )
     rows, mixed, guard = [*range(n_candidates)], -1, _ZERO
-    scale, prior = np.full((n_candidates, 1), energies.scale, np.float32), np.zeros((n_candidates, 1), np.float32)
+    scale, prior = np.full((n_candidates, 1), energies.scale, dtype), np.zeros((n_candidates, 1), dtype)
     if "scale" in numbers:
         own_scale, own_prior = numbers["scale"], numbers["prior"]
-        guard = np.float32(numbers["guard.share"][0])
-        calibrated = n_candidates + (guard > 0)
+        guard = numbers["guard.share"][0]
+        n_calibrated = n_candidates + (guard > 0)
         if guard or own_prior[:n_candidates].any() or (own_scale[:n_candidates] != scale).any():
-            rows += numbers["order"][:calibrated].tolist()
-            scale = np.concatenate([scale, own_scale[:calibrated]])
-            prior = np.concatenate([np.broadcast_to(prior, (n_candidates, own_prior.shape[1])), own_prior[:calibrated]])
+            rows += numbers["order"][:n_calibrated].tolist()
+            scale = np.concatenate([scale, own_scale[:n_calibrated]])
+            prior = np.concatenate([np.zeros_like(own_prior[:n_candidates]), own_prior[:n_calibrated]])
             mixed = n_candidates
         else:
             mixed = 0
     gate = _gate(input_shape, numbers)
-    tame = np.float32((SAFE - np.abs(prior).max()) / np.abs(scale).max())
+    tame = (SAFE - np.abs(prior).max()) / np.abs(scale).max()
     return Formula(gate, energies, tuple(rows), scale, prior, mixed, guard, np.array(experts, np.int64), top, tame)
 
 
@@ -146,7 +219,7 @@ def _gate(input_shape: tuple[int, ...], numbers: Numbers) -> Gate:
     hidden = numbers["gate.hidden.weight"].T / np.float32(rows * columns)
     if 1 < rows * columns <= SMALL_WINDOW:
         channels, height, width = input_shape
-        of_pixels = np.zeros((*input_shape, hidden.shape[1]), np.float32)
+        of_pixels = np.zeros((*input_shape, hidden.shape[1]), hidden.dtype)
         windows = hidden.reshape(channels, height // rows, width // columns, -1)
         each = windows.repeat(rows, axis=1).repeat(columns, axis=2)
         of_pixels[:, : each.shape[1], : each.shape[2]] = each

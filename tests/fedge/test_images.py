@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from fedge import images
 from fedge.errors import ConfigError
 from fedge.task import Preprocessing, TaskSpec
-from fedge.tasks import images
 
 TASK = TaskSpec(
     name="image-folder", classes=("cat", "dog"), input_shape=(3, 4, 4), model="cnn",

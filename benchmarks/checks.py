@@ -1,0 +1,103 @@
+"""Checks of updates in processes, against checks in one thread, in the same minutes.
+
+Updates of noise lie in files, as they do when they have come in. Both sides check the same ones, in turns, as a
+coordinator does: all that wait at once, in one thread one after the other, or in a process for each processor
+(`coordinator.fleet.checking`).
+
+    reports/s   updates checked in a second, median of the repetitions
+    stall ms    the longest time for which the event loop could do nothing else, median of the repetitions
+
+Run: python benchmarks/checks.py [--numbers 65537 1000000 11250000] [--updates 40] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import tempfile
+import time
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+
+from coordinator.fleet import checking
+from fedge import codec
+from fedge.messages import Codec
+from fedge.tensors import Layout, TensorInfo
+
+PULSE_S = 0.001
+
+
+async def longest_stall_ms(end: asyncio.Event) -> float:
+    """Of the loop until `end` is set."""
+    longest = 0.0
+    while not end.is_set():
+        began = time.monotonic()
+        await asyncio.sleep(PULSE_S)
+        longest = max(longest, time.monotonic() - began - PULSE_S)
+    return 1000 * longest
+
+
+async def checked(pool: checking.CheckPool, files: list[Path], how: Codec, layout: Layout) -> tuple[float, float]:
+    """Updates a second, and the longest stall in ms."""
+    end = asyncio.Event()
+    pulse = asyncio.create_task(longest_stall_ms(end))
+    await asyncio.sleep(0)
+    began = time.monotonic()
+    await asyncio.gather(*(pool.norms(file, how, layout) for file in files))
+    seconds = time.monotonic() - began
+    end.set()
+    return len(files) / seconds, await pulse
+
+
+async def measure(numbers: int, how: Codec, updates: int, repetitions: int) -> dict[str, object]:
+    layout = Layout(tensors=(TensorInfo(name="w", shape=(numbers,)),))
+    rng = np.random.default_rng(0)
+    found: dict[str, list[tuple[float, float]]] = {"thread": [], "processes": []}
+    with tempfile.TemporaryDirectory() as folder, closing(checking.CheckPool()) as pool:
+        files = [Path(folder, str(i)) for i in range(updates)]
+        for file in files:
+            file.write_bytes(codec.encode({"w": 1e-3 * rng.standard_normal(numbers, np.float32)}, how))
+        for repetition in range(repetitions + 1):
+            for side, small in (("thread", numbers), ("processes", 0)):
+                checking.SMALL = small  # type: ignore[misc]
+                figures = await checked(pool, files, how, layout)
+                if repetition:  # the first one starts the processes
+                    found[side].append(figures)
+    medians = {
+        side: {"reports_s": statistics.median(r for r, _ in rows), "stall_ms": statistics.median(s for _, s in rows)}
+        for side, rows in found.items()
+    }
+    return {"numbers": numbers, "codec": str(how), "updates": updates, **medians}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--numbers", type=int, nargs="+", default=[65_537, 1_000_000, 11_250_000], help="of an update")
+    parser.add_argument("--codec", type=Codec, nargs="+", default=[Codec.INT8, Codec.FLOAT32], help="of the updates")
+    parser.add_argument("--updates", type=int, default=40, help="that wait at once (default 40)")
+    parser.add_argument("--repetitions", type=int, default=5, help="of each side (default 5)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
+    args = parser.parse_args()
+    print("   numbers codec        reports/s: thread  processes  ratio   stall ms: thread  processes")
+    rows = []
+    for numbers in args.numbers:
+        for how in args.codec:
+            row = asyncio.run(measure(numbers, how, args.updates, args.repetitions))
+            thread, processes = row["thread"], row["processes"]
+            print(
+                f"{numbers:>10} {how:<12} {thread['reports_s']:17.0f} {processes['reports_s']:10.0f}"
+                f" {processes['reports_s'] / thread['reports_s']:6.2f} {thread['stall_ms']:18.1f}"
+                f" {processes['stall_ms']:10.1f}",
+                flush=True,
+            )
+            rows.append(row)
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

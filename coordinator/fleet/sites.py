@@ -1,0 +1,123 @@
+"""Updates that are summed where they lie: behind a relay, or with the processes of a simulation that made them.
+
+What travels is one mean for each place and cluster, with weights that the averaging rule has derived from the norms of
+all updates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from coordinator.aggregation.mean import Average, cluster_averages
+from coordinator.clustering import mctc
+from fedge.messages import BlobRef, Id, NonNegative
+from fedge.tensors import Layout, Model
+
+Directions = dict[str, NDArray[np.floating[Any]]]
+"""By device (`mctc.direction`)."""
+
+
+class SiteSums(Struct, frozen=True, kw_only=True):
+    """A request for averages on a site.
+
+    `updates`: by device. `weights`: of each. `sums`: for each cluster its members, with the factors for the parameters
+    and buffers of each. `directions`: devices whose directions are requested.
+    """
+
+    layout: Layout
+    updates: dict[Id, BlobRef]
+    weights: dict[Id, NonNegative]
+    sums: tuple[dict[Id, tuple[NonNegative, NonNegative]], ...]
+    directions: tuple[Id, ...]
+
+
+class SiteMean(NamedTuple):
+    """A site's mean of a cluster, and the total weight of its devices."""
+
+    cluster: int
+    model: Model | Average
+    weight: float
+
+
+class Sites(Protocol):
+    """The sites of a fleet."""
+
+    def held(self, updates: Mapping[str, BlobRef]) -> Mapping[str, Any]:
+        """The updates that lie on sites, by device, as `means` takes them."""
+
+    async def means(
+        self,
+        held: Mapping[str, Any],
+        weights: Mapping[str, float],
+        clusters: Sequence[Mapping[str, tuple[float, float]]],
+        layout: Layout,
+        note: Callable[[str, NDArray[Any]], None],
+        whose: Collection[str] = (),
+    ) -> list[SiteMean]:
+        """The sites' means of their updates.
+
+        Args:
+            held: the updates, by device.
+            weights: of each.
+            clusters: the members of each, with the factors of parameters and buffers.
+            layout: of the updates.
+            note: called with the directions of updates.
+            whose: devices whose directions are wanted.
+
+        Returns:
+            By site and cluster; sites that do not answer are missing and logged.
+        """
+
+
+def request(
+    updates: Mapping[str, BlobRef],
+    weights: Mapping[str, float],
+    clusters: Sequence[Mapping[str, tuple[float, float]]],
+    layout: Layout,
+    whose: Collection[str],
+    prefix: str = "",
+) -> SiteSums:
+    """What `means` asks one site for. `updates`: that lie there. `prefix`: of the ids, which the site leaves out."""
+    names = {i: i.removeprefix(prefix) for i in updates}
+    return SiteSums(
+        layout=layout,
+        updates={names[i]: ref for i, ref in updates.items()},
+        weights={names[i]: weights[i] for i in updates},
+        sums=tuple({names[i]: own[i] for i in updates if i in own} for own in clusters),
+        directions=tuple(names[i] for i in updates if i in whose),
+    )
+
+
+def averages(
+    wanted: SiteSums, here: Collection[str], read: Callable[[BlobRef], Model]
+) -> tuple[tuple[Average | None, ...], Directions]:
+    """The mean of each cluster over the updates that are still there, by ascending device id, and their directions.
+
+    Args:
+        wanted: the request.
+        here: devices whose updates are there.
+        read: an update.
+    """
+    ids = sorted(here)
+    directions: Directions = {}
+
+    def changes() -> Iterator[Model]:
+        for i in ids:
+            change = read(wanted.updates[i])
+            if i in wanted.directions and (direction := mctc.direction(change.params)) is not None:
+                directions[i] = direction
+            yield change
+
+    means = cluster_averages(
+        changes(),
+        [wanted.weights[i] for i in ids],
+        [[p for p, i in enumerate(ids) if i in own] for own in wanted.sums],
+        wanted.layout,
+        {(k, p): own[i] for k, own in enumerate(wanted.sums) for p, i in enumerate(ids) if i in own},
+    )
+    return means, directions
