@@ -70,16 +70,17 @@ async def test_a_device_that_sleeps_for_rounds(mosquitto: LocalBroker, tmp_path:
             for agent in agents.values():
                 agent.send(number)
 
-        others(signal.SIGSTOP)
-        while True:  # until it has an order to sleep on
-            sleeper.send(signal.SIGSTOP)
+        while True:  # until it has an order to sleep on; the others work, for a round without it gives it none
             await until(lambda: federation.rows(HAS_ORDER) == [(1,)])
+            sleeper.send(signal.SIGSTOP)
+            others(signal.SIGSTOP)
             sleeper.send(signal.SIGTERM)
             sleeper.send(signal.SIGCONT)
             await sleeper.ended()
             if federation.rows(HAS_ORDER) == [(1,)]:
                 break
             sleeper = await federation.agent("cam2")
+            others(signal.SIGCONT)
         (fell_asleep,) = federation.rows("SELECT max(round) FROM rounds")[0]
         others(signal.SIGCONT)
         await coordinator.said("round_done", round=fell_asleep + 1)
