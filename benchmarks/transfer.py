@@ -47,7 +47,7 @@ from paho.mqtt.enums import CallbackAPIVersion, MQTTProtocolVersion
 from processes import cpu_s
 
 from fedge.broker import LocalBroker
-from fedge.files import BlobFolder, sync_folder
+from fedge.files import BlobFolder, sync
 from fedge.malloc import tune_malloc
 from fedge.messages import BlobRef, Want, decode
 from fedge.topics import Topics
@@ -92,7 +92,7 @@ class Kept:
         self.file.close()
         self.path.with_suffix(".part").replace(self.path)
         if self.durable:
-            sync_folder(self.path.parent)
+            sync(self.path.parent)
 
 
 def ceiling_subscriber(port: int, home: str, pipe: Connection) -> None:

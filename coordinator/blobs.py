@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from fedge.errors import ConfigError, StoreError
-from fedge.files import BlobFolder, sync_folder
+from fedge.files import BlobFolder, sync
 from fedge.tensors import digest_of
 
 GIVEN_UP_S: Final = 60.0
@@ -34,7 +34,7 @@ class Blobs(BlobFolder):
         target = self.path(received.name)
         if received != target:
             received.replace(target)
-            sync_folder(target.parent)
+            sync(target.parent)
 
     def bring(self, digest: str) -> Path | None:
         """The file of a blob, fetched if need be; None: no such blob."""

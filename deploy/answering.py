@@ -9,19 +9,17 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from msgspec import Struct
-from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from deploy.drift import Drift
-from deploy.engines import ENGINES, How
-from deploy.examination import Limits
+from deploy.engines import How
+from deploy.examination import Limits, allowed_ms
 from deploy.quality import MAX_COMPARED, Paired
 from deploy.runtime import Prediction, Runtime, load_update
 from deploy.slots import Slots
 from fedge.bundle import MARKED, Reference, digest_in
 from fedge.errors import ConfigError, FedgeError, StoreError, UpdateRejected
-from fedge.messages import Outliers
+from fedge.messages import Outliers, Quality
 
 log = logging.getLogger("fedge.deploy")
 
@@ -29,13 +27,6 @@ MAX_FAILED: Final = 3
 """Predictions in a row that may fail on trial; the next one brings the last good bundle back."""
 LATENCY_WINDOW: Final = 20
 """Calls over which the median latency on trial is taken."""
-
-
-class Counters(Struct, frozen=True, kw_only=True):
-    """Counts since the process began."""
-
-    n_predictions: int = 0
-    n_failed: int = 0
 
 
 class Answering:
@@ -49,16 +40,14 @@ class Answering:
         """Load what `slots.boot()` names; `how.engine` runs this bundle and all later ones that support it.
 
         Raises:
-            ConfigError: nothing was ever installed, or no such engine.
+            ConfigError: nothing was ever installed.
             UpdateRejected: neither the running nor the last good bundle can be loaded.
         """
-        if how.engine not in {"auto", *ENGINES}:
-            raise ConfigError(f"no engine {how.engine!r}: auto, {', '.join(ENGINES)}")
         self._slots = slots
-        self._limits = limits
+        self.limits: Final = limits
         self.how: Final = how
         self._lock = threading.RLock()
-        self._counters = Counters()
+        self.n_predictions = self.n_failed = 0  # since the process began
         self._failed_in_a_row = 0
         self._trial_latencies: list[float] = []
         self._on_trial = False
@@ -93,12 +82,6 @@ class Answering:
         return self._runtime
 
     @property
-    def counters(self) -> Counters:
-        """Counts since the process began."""
-        with self._lock:
-            return self._counters
-
-    @property
     def outliers(self) -> Outliers | None:
         """What the bundle in service was asked about; None: it has no reference, or marked samples shaped it."""
         with self._lock:
@@ -111,16 +94,12 @@ class Answering:
         with self._lock:
             return self._drift is not None and self._drift.drifted
 
-    def predict(self, x: NDArray[Any]) -> Prediction:
-        """Predict raw samples, as `Runtime.predict`.
+    def answer(self, x: NDArray[Any]) -> tuple[Runtime, Prediction]:
+        """Predict raw samples, as `Runtime.predict`, and return the bundle that did: `runtime` may have changed since.
 
         Raises:
             ConfigError: the samples have another shape than the task's.
         """
-        return self.answer(x)[1]
-
-    def answer(self, x: NDArray[Any]) -> tuple[Runtime, Prediction]:
-        """Predict raw samples, and return the bundle that did: `runtime` may be another one by now."""
         runtime = self._runtime
         try:
             answer = runtime.predict(x)
@@ -172,18 +151,18 @@ class Answering:
         """Why a bundle that the slots have given up is still in service, or ""; `settle` tries again."""
         return self._no_way_back
 
-    def swap(self, allowed_ms: float | None = None) -> None:
+    def swap(self, before: Quality | None = None) -> None:
         """Load the slots' running bundle and put it into service.
 
         Args:
-            allowed_ms: median latency of single samples above which a bundle on trial is given up.
+            before: quality of the previous bundle, for the limit on latency.
 
         Raises:
             UpdateRejected: it cannot be loaded; the previous one stays in service, also for the slots.
             StoreError: the slots cannot be written; a bundle that cannot be loaded is undone by a later `settle`.
         """
         with self._switching:
-            folder, before = self._slots.running, self._runtime.digest
+            folder, rival = self._slots.running, self._runtime.digest
             assert folder is not None
             try:
                 runtime = self._load(folder, again=True)
@@ -191,17 +170,17 @@ class Answering:
                 reason = self._unloadable = f"it cannot be loaded: {error}"
                 self._take_back()
                 raise UpdateRejected(reason) from error
-            self.allow(allowed_ms)
-            self._take(runtime, before)
+            self.allow(before)
+            self._take(runtime, rival)
             try:
                 self._slots.started()
             finally:
                 with self._lock:
                     self._on_trial = True
 
-    def allow(self, allowed_ms: float | None) -> None:
-        """Median latency of single samples above which a bundle on trial is given up; None: any."""
-        self._allowed_ms = allowed_ms
+    def allow(self, before: Quality | None) -> None:
+        """Set the latency above which a bundle on trial is given up, from the quality of the previous one."""
+        self._allowed_ms = allowed_ms(before, self.limits)
 
     def settle(self) -> None:
         """Revert if labelled samples favour the previous bundle; confirm a bundle on trial that has proved itself.
@@ -221,8 +200,8 @@ class Answering:
                 return
         with self._lock:
             long_enough = (
-                self._trial_predictions >= self._limits.probation_predictions
-                or time.monotonic() - self._trial_began >= self._limits.probation_s
+                self._trial_predictions >= self.limits.probation_predictions
+                or time.monotonic() - self._trial_began >= self.limits.probation_s
             )
             proved = self._on_trial and long_enough and self._failed_in_a_row == 0
             self._on_trial = self._on_trial and not proved
@@ -287,7 +266,7 @@ class Answering:
 
     def _worse(self) -> str:
         """Why labelled samples favour the previous bundle, or "". The lock is held."""
-        if self._before is None or not self._paired.worse(self._limits.accuracy_drop):
+        if self._before is None or not self._paired.worse(self.limits.accuracy_drop):
             return ""
         return "accuracy: the bundle before has a higher one on samples that were labelled since"
 
@@ -316,7 +295,7 @@ class Answering:
         complaint = ""
         with self._lock:
             n = len(answer.class_index)
-            self._counters = replace(self._counters, n_predictions=self._counters.n_predictions + n)
+            self.n_predictions += n
             if runtime is not self._runtime:
                 return
             self._failed_in_a_row = 0
@@ -344,7 +323,7 @@ class Answering:
         log.error("event=prediction_failed bundle=%s error=%r", runtime.digest, str(error))
         hopeless = False
         with self._lock:
-            self._counters = replace(self._counters, n_failed=self._counters.n_failed + 1)
+            self.n_failed += 1
             if runtime is self._runtime and self._on_trial:
                 self._failed_in_a_row += 1
                 hopeless = self._failed_in_a_row > MAX_FAILED

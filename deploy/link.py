@@ -28,14 +28,14 @@ import msgspec
 from msgspec import Struct
 
 from deploy.answering import Answering
-from deploy.examination import Limits, allowed_ms, examine
+from deploy.examination import examine
 from deploy.slots import Slots, newest_in_inbox
 from deploy.trust import MAX_METADATA_BYTES, Trust
 from fedge.bundle import MANIFEST, Manifest, read
 from fedge.bundle import decode as decode_manifest
 from fedge.egress import Rules, WithheldError
 from fedge.errors import ConfigError, FedgeError, ProtocolError, StoreError, TransportError, UpdateRejected
-from fedge.files import BlobFolder, read_kept, write_atomically
+from fedge.files import BlobFolder, read_kept, versions_in, write_atomically
 from fedge.identity import Role, Subject
 from fedge.messages import Announcement, BlobRef, Health, Phase, Quality, Rollout, RolloutState, decode, encode
 from fedge.rollout import takes_part
@@ -71,8 +71,6 @@ RETRY_S: Final = 5.0
 """Pause after the first failure; doubles with each, up to `RETRY_CAP_S`."""
 RETRY_CAP_S: Final = 600.0
 
-Fingerprint = tuple[tuple[str, int, int, int], ...]
-"""Name, inode, time and size of the files of a folder."""
 REMEMBERED: Final = 8
 """Bundles of rollouts whose origin is remembered: those in the slots, and some that were refused."""
 
@@ -208,7 +206,7 @@ class Outcome(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 class Link:
     """One device in one federation.
 
-        link = Link("cam1", "shop", home, slots, answering, limits)
+        link = Link("cam1", "shop", home, slots, answering)
         await link.attach(transport)
         async with transport:
             await asyncio.gather(link.follow(), link.report())  # until it is cancelled
@@ -225,7 +223,6 @@ class Link:
         home: Path,
         slots: Slots,
         answering: Answering,
-        limits: Limits,
         rules: Rules = Rules(),
     ) -> None:
         self._id = device_id
@@ -234,14 +231,13 @@ class Link:
         self._home = home
         self._slots = slots
         self._answering = answering
-        self._limits = limits
         self._rules = rules
         self._rollout: Rollout | None = None
         self._distrusted = ""  # why the last announcement is ignored
         self._outcome = _read_outcome(home)
         if slots.state.trial is not None and self._outcome.digest == answering.runtime.digest:
-            answering.allow(allowed_ms(self._outcome.before, limits))  # the process that began the trial has ended
-        self._damaged: dict[Path, Fingerprint] = {}  # unreadable bundles in the inbox, as they were then
+            answering.allow(self._outcome.before)  # the process that began the trial has ended
+        self._damaged: dict[Path, object] = {}  # unreadable bundles in the inbox, by the version of their files
         self._judged: Judgement | None = None
         self._failed: tuple[str, str] | None = None  # announcement, and its failure
         self._n_failures = 0  # consecutive failures of that announcement
@@ -391,7 +387,7 @@ class Link:
         """The newest inbox bundle that is newer than the one in service and was not refused."""
         runtime = self._answering.runtime
         known = {*self._slots.state.refused, runtime.digest}
-        damaged = {folder for folder, seen in self._damaged.items() if _fingerprint(folder) == seen}
+        damaged = {folder for folder, seen in self._damaged.items() if versions_in(folder) == seen}
         return newest_in_inbox(self._home, runtime.manifest.release, known, damaged)
 
     def _wanted(self, rollout: Rollout) -> bool:
@@ -549,7 +545,7 @@ class Link:
 
     async def _take_in(self, folder: Path) -> None:
         """Try a bundle from the inbox. A damaged one is ignored until it changes."""
-        seen = _fingerprint(folder)
+        seen = versions_in(folder)
         try:
             bundle = await asyncio.to_thread(read, folder)
         except (UpdateRejected, OSError) as error:
@@ -577,7 +573,7 @@ class Link:
             self._refuse(digest, f"malformed: {error}")
             return
         found = await asyncio.to_thread(
-            examine, self._slots.running, self._slots.staged, self._home, self._limits, self._answering.how
+            examine, self._slots.running, self._slots.staged, self._home, self._answering.limits, self._answering.how
         )
         fit = not found.reason
         signed = self._outcome.signed
@@ -601,7 +597,7 @@ class Link:
             return
         await asyncio.to_thread(self._slots.switch, None if rollout is None else rollout.id)
         try:
-            await asyncio.to_thread(self._answering.swap, allowed_ms(found.before, self._limits))
+            await asyncio.to_thread(self._answering.swap, found.before)
         except FedgeError as error:  # the previous one stays in service
             log.warning("event=switch_failed bundle=%s reason=%r", digest, str(error))
         self._tell()
@@ -635,7 +631,6 @@ class Link:
         outcome = self._outcome
         signed = {*outcome.signed, situation.announced}
         measured = outcome.digest == (situation.announced if concerned else situation.running)
-        counters = self._answering.counters
         return Health(
             device_id=self._id,
             at=time.time(),
@@ -647,8 +642,8 @@ class Link:
             before=outcome.before if measured and outcome.against in signed else None,
             now=outcome.now if measured and outcome.digest in signed else None,
             temperature_c=temperature_c(),
-            n_predictions=counters.n_predictions,
-            n_failed=counters.n_failed,
+            n_predictions=self._answering.n_predictions,
+            n_failed=self._answering.n_failed,
             drift=self._answering.drifted,
             outliers=self._answering.outliers,
         )
@@ -676,14 +671,6 @@ class Link:
 def _lasting(health: Health) -> Health:
     """The part of it whose change deserves a message."""
     return msgspec.structs.replace(health, at=0.0, temperature_c=None, n_predictions=0, n_failed=0, outliers=None)
-
-
-def _fingerprint(folder: Path) -> Fingerprint:
-    """A value that changes with a folder's files."""
-    with contextlib.suppress(OSError):
-        found = [(path.name, path.lstat()) for path in sorted(folder.iterdir())]
-        return tuple((name, stat.st_ino, stat.st_mtime_ns, stat.st_size) for name, stat in found)
-    return ()
 
 
 def _read_outcome(home: Path) -> Outcome:

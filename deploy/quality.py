@@ -35,7 +35,6 @@ class Measured:
     """
 
     quality: Quality
-    predicted: NDArray[np.int64]
     correct: NDArray[np.bool_] | None
     finite: bool
 
@@ -45,16 +44,12 @@ class Paired:
     """Two bundles on the same labelled samples, told apart by those that only one gets right."""
 
     n: int = 0
-    right_before: int = 0
-    right_now: int = 0
     lost: int = 0  # only the previous bundle is right
     won: int = 0  # only the new one is right
 
     def observe(self, before: NDArray[np.bool_], now: NDArray[np.bool_]) -> None:
         """Add samples, (n,) each: whether each bundle is right."""
         self.n += len(now)
-        self.right_before += int(before.sum())
-        self.right_now += int(now.sum())
         self.lost += int((before & ~now).sum())
         self.won += int((now & ~before).sum())
 
@@ -82,7 +77,7 @@ def measure(runtime: Runtime, validation: Validation) -> Measured:
     latency = _median_ms(runtime, single)
     if not answers:
         finite = bool(np.isfinite(runtime.predict_inputs(single).probabilities).all())
-        return Measured(Quality(n=0, latency_ms=latency), np.zeros(0, np.int64), None, finite=finite)
+        return Measured(Quality(n=0, latency_ms=latency), None, finite=finite)
     predicted = np.concatenate([answer.class_index for answer in answers])
     free = np.concatenate([free_energy(answer.weights, answer.energies) for answer in answers])
     entropy = np.concatenate([gate_entropy(answer.weights) for answer in answers])
@@ -95,10 +90,8 @@ def measure(runtime: Runtime, validation: Validation) -> Measured:
             free_energy=_shift(free[told], runtime),
             latency_ms=latency,
         ),
-        predicted,
         correct,
-        finite=bool(all(np.isfinite(answer.probabilities).all() for answer in answers))
-        and bool(np.isfinite(free).all()),
+        finite=all(np.isfinite(each).all() for each in (free, *(answer.probabilities for answer in answers))),
     )
 
 

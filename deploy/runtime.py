@@ -141,7 +141,7 @@ class Runtime:
         return self._predicted(x, time.perf_counter())
 
     def _predicted(self, x: Floats, begin: float) -> Prediction:
-        probabilities, weights, energies = self._run(x)
+        probabilities, weights, energies = self._engine.run(x)
         index = probabilities.argmax(axis=1).astype(np.int64)
         return Prediction(
             class_index=index,
@@ -163,9 +163,6 @@ class Runtime:
         if len(shape) == 3:
             single |= {(*shape[1:], shape[0])} | ({shape[1:]} if shape[0] == 1 else set())
         return raw[np.newaxis] if raw.shape in single else raw
-
-    def _run(self, x: Floats) -> list[Floats]:
-        return self._engine.run(x)
 
 
 def load(

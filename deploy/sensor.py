@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from types import TracebackType
-from typing import Final, Self
+from typing import Any, Final, Self
 
 import msgspec
 
@@ -47,10 +46,8 @@ class Sensor:
         await self._tasks.__aenter__()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._tasks.__aexit__(kind, error, trace)
+    async def __aexit__(self, *error: Any) -> None:
+        await self._tasks.__aexit__(*error)
 
     async def handle(self, message: Inbound) -> None:
         """Accept a request; the answer is published when ready."""
@@ -78,15 +75,9 @@ class Sensor:
             try:
                 await self._transport.publish(topic, payload, expires_in_s=EXPIRES_S, correlation=correlation)
             except ValueError:
-                too_large = self._refusal(
-                    "the answer is larger than the broker takes; ask for fewer outputs or samples"
-                )
-                await self._transport.publish(topic, too_large, expires_in_s=EXPIRES_S, correlation=correlation)
-        except (
-            TransportError,
-            StoreError,
-            ValueError,
-        ) as error:  # topic and correlation data leave no room for an answer
+                payload = self._refusal("the answer is larger than the broker takes; ask for fewer outputs or samples")
+                await self._transport.publish(topic, payload, expires_in_s=EXPIRES_S, correlation=correlation)
+        except (TransportError, StoreError, ValueError) as error:  # the topic alone may already be too long
             log.warning("event=answer_refused topic=%s reason=%r", topic, str(error))
 
     def _may_answer(self, topic: str) -> bool:

@@ -243,7 +243,7 @@ def _link(model: _Model, settings: ServeSettings, rules: Rules) -> Link | None:
     if model.home is None or model.slots is None or not isinstance(model.answers, Answering):
         return None
     federation, name = settings.federation or LOCAL, settings.id or LOCAL
-    return Link(name, federation, model.home, model.slots, model.answers, Limits(), rules)
+    return Link(name, federation, model.home, model.slots, model.answers, rules)
 
 
 async def _until(stopped: asyncio.Event, beside: Sequence[Coroutine[None, None, None]]) -> None:

@@ -15,7 +15,6 @@ import logging
 import ssl
 from collections.abc import Awaitable, Callable, Iterable
 from enum import Enum, auto
-from types import TracebackType
 from typing import Any, Final, Self
 
 import msgspec
@@ -66,9 +65,6 @@ class Server:
         port: int = 8000,
         *,
         max_body_bytes: int = MAX_BODY_BYTES,
-        max_connections: int = MAX_CONNECTIONS,
-        body_timeout_s: float = BODY_TIMEOUT_S,
-        idle_timeout_s: float = IDLE_TIMEOUT_S,
         tls: ssl.SSLContext | None = None,
         token: str | None = None,
     ) -> None:
@@ -77,9 +73,6 @@ class Server:
         self._address = (host, port)
         self._tls = tls
         self._token = token
-        self._max_connections = max_connections
-        self._body_timeout_s = body_timeout_s
-        self._head_timeout_s = min(HEAD_TIMEOUT_S, idle_timeout_s)
         self._connections: dict[asyncio.BaseTransport, _Connection] = {}
         self._on_kept_places = 0
         self._turned_away = 0
@@ -89,7 +82,7 @@ class Server:
             app,
             access_log=None,
             handle_signals=False,
-            keepalive_timeout=idle_timeout_s,
+            keepalive_timeout=IDLE_TIMEOUT_S,
             lingering_time=LINGER_S,
             shutdown_timeout=DRAIN_S,
         )
@@ -125,9 +118,7 @@ class Server:
             raise TransportError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from error
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         assert self._listener is not None
         self._listener.close()
         await self._runner.cleanup()
@@ -136,13 +127,13 @@ class Server:
 
     def admit(self, connection: _Connection) -> asyncio.Protocol:
         """The protocol for a new client: aiohttp if there is a place, else health only or a refusal."""
-        if len(self._connections) >= self._max_connections:
+        if len(self._connections) >= MAX_CONNECTIONS:
             self._make_room()
-        if len(self._connections) < self._max_connections:
+        if len(self._connections) < MAX_CONNECTIONS:
             server = self._runner.server
             assert server is not None
             self._connections[connection.transport] = connection
-            connection.limit(self._head_timeout_s, connection.transport.abort)
+            connection.limit(HEAD_TIMEOUT_S, connection.transport.abort)
             return server()
         self._turned_away += 1
         if self._on_kept_places < MAX_HEALTH_CONNECTIONS:
@@ -261,10 +252,10 @@ class Server:
     async def _infer(self, request: web.Request) -> web.Response:
         model = self._model(request)
         try:
-            async with asyncio.timeout(self._body_timeout_s):
+            async with asyncio.timeout(BODY_TIMEOUT_S):
                 body = await request.read()
         except TimeoutError as error:
-            raise web.HTTPRequestTimeout(text=f"the body took longer than {self._body_timeout_s:g} s") from error
+            raise web.HTTPRequestTimeout(text=f"the body took longer than {BODY_TIMEOUT_S:g} s") from error
         if request.transport in self._connections:
             self._connections[request.transport].enter(_Phase.WORK)
         response = await model.infer(body, _header_length(request))
@@ -307,7 +298,7 @@ def _json(content: object, status: int = 200, headers: dict[str, str] | None = N
 async def _errors(  # noqa: PLR0911 - one for each kind
     request: web.Request, handler: Handler
 ) -> web.StreamResponse:
-    """Turn errors into {"error": ...}."""
+    """Answer errors with {"error": ...}."""
     try:
         return await handler(request)
     except ConfigError as error:

@@ -15,19 +15,20 @@ disk is never mistaken for a bad release.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import fcntl
 import logging
 import os
 import shutil
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Final, Literal, get_args
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from fedge.bundle import MANIFEST, Bundle, Manifest, Part, decode, digest_in, holds, look, read
 from fedge.errors import MALFORMED, StoreError, UpdateRejected
@@ -174,12 +175,12 @@ class Slots:
     @property
     def running(self) -> Path | None:
         """Folder of the bundle in service; None before the first."""
-        return self._path(self.state.running)
+        return None if self.state.running is None else self._folder(self.state.running)
 
     @property
     def good(self) -> Path | None:
         """Folder of the last bundle that has proved itself; None before the first."""
-        return self._path(self.state.good)
+        return None if self.state.good is None else self._folder(self.state.good)
 
     @property
     def staged(self) -> Path:
@@ -229,14 +230,14 @@ class Slots:
             except StoreError as error:
                 log.error("event=trial_suspended reason=%r", str(error))  # noqa: TRY400 - the text is all
                 good = self.state.good or self.state.running
-                self.state = msgspec.structs.replace(self.state, running=good, good=good, trial=None)
+                self.state = replace(self.state, running=good, good=good, trial=None)
         return self.running
 
     def started(self) -> None:
         """Record that this process runs the bundle on trial."""
         trial = self.state.trial
         assert trial is not None
-        self._save(msgspec.structs.replace(self.state, trial=msgspec.structs.replace(trial, starts=trial.starts + 1)))
+        self._save(replace(self.state, trial=replace(trial, starts=trial.starts + 1)))
 
     def stage(self, manifest: bytes, folder: Path | None = None) -> Bundle:
         """Build the idle slot from copies of files on the device, and verify it. The bundle in service is not touched.
@@ -261,19 +262,13 @@ class Slots:
             StoreError: it cannot be written.
         """
         manifest, _ = look(self.staged)
-        self._save(
-            msgspec.structs.replace(
-                self.state,
-                running=self._idle,
-                trial=Trial(rollout=rollout),
-                highest_release=max(manifest.release, self.state.highest_release),
-            )
-        )
+        highest = max(manifest.release, self.state.highest_release)
+        self._save(replace(self.state, running=self._idle, trial=Trial(rollout=rollout), highest_release=highest))
 
     def confirm(self) -> None:
         """Make the bundle on trial the good one."""
         if self.state.trial is not None:
-            self._save(msgspec.structs.replace(self.state, good=self.state.running, trial=None))
+            self._save(replace(self.state, good=self.state.running, trial=None))
             self._sweep()
 
     def mend(self) -> None:
@@ -292,29 +287,24 @@ class Slots:
             if not _is_whole(self._folder(slot)) or _shares(self._folder(slot)):
                 self._mend(slot)
 
-    def roll_back(self, reason: str) -> None:
+    def roll_back(self, reason: str, *, lasting: bool = True) -> None:
         """Give up the bundle on trial for the last good one, and remember it as refused.
 
-        A damaged bundle is not refused: that is this disk's fault, and it may be fetched again.
+        A damaged bundle is not refused: that is this disk's fault, and it may be fetched again. `lasting`: as for
+        `go_back`.
         """
-        self._roll_back(reason, lasting=True)
-
-    def _roll_back(self, reason: str, *, lasting: bool) -> None:
         if self.state.trial is None:
             return
         failed = self.running
         assert failed is not None
-        refused: Mapping[str, str] = self.state.refused
+        refused = self.state.refused
         if _is_whole(failed):
             digest = digest_in(failed)
             log.warning("event=rolled_back bundle=%s reason=%r", digest, reason)
             refused = _remembered(refused, digest, reason)
         else:
             log.warning("event=damaged slot=%s reason=%r", failed, reason)
-        self._save(
-            msgspec.structs.replace(self.state, running=self.state.good, trial=None, refused=dict(refused)),
-            lasting=lasting,
-        )
+        self._save(replace(self.state, running=self.state.good, trial=None, refused=refused), lasting=lasting)
 
     def go_back(self, reason: str, *, lasting: bool = True) -> Path:
         """Put the previous bundle into service, even after the running one was confirmed; returns its folder.
@@ -337,24 +327,21 @@ class Slots:
                 raise StoreError("there is no bundle to go back to: both slots hold the same")
             if other.digest in self.state.refused:
                 raise StoreError(f"the only bundle to go back to was refused: {self.state.refused[other.digest]}")
-            self._save(msgspec.structs.replace(self.state, good=self._idle, trial=Trial(rollout=None)), lasting=lasting)
-        self._roll_back(reason, lasting=lasting)
+            self._save(replace(self.state, good=self._idle, trial=Trial(rollout=None)), lasting=lasting)
+        self.roll_back(reason, lasting=lasting)
         folder = self.running
         assert folder is not None
         return folder
 
     def refuse(self, digest: str, reason: str) -> None:
         """Remember a bundle that must not be tried again."""
-        self._save(msgspec.structs.replace(self.state, refused=_remembered(self.state.refused, digest, reason)))
+        self._save(replace(self.state, refused=_remembered(self.state.refused, digest, reason)))
 
     # ------------------------------------------------------------------------------------------------- within
 
     @property
     def _idle(self) -> Slot:
         return "b" if self.state.running == "a" else "a"
-
-    def _path(self, slot: Slot | None) -> Path | None:
-        return None if slot is None else self._folder(slot)
 
     def _folder(self, slot: Slot) -> Path:
         return slot_in(self._home, slot)
@@ -379,7 +366,7 @@ class Slots:
                 bundle = read(unfinished, again=True)
         except OSError as error:
             raise StoreError(f"cannot write {target}: {error}") from error
-        return replace(bundle, folder=target)
+        return dataclasses.replace(bundle, folder=target)
 
     def _mend(self, slot: Slot) -> None:
         """Rebuild a slot with its own bundle or else the other one; one that never was gets a copy of the other."""
@@ -436,9 +423,9 @@ class Slots:
                 left.unlink()
 
 
-def _remembered(refused: Mapping[str, str], digest: str, reason: str) -> dict[str, str]:
+def _remembered(refused: dict[str, str], digest: str, reason: str) -> dict[str, str]:
     others = {known: why for known, why in refused.items() if known != digest}
-    return dict(list({**others, digest: reason[:200]}.items())[-MAX_REFUSED:])
+    return dict([*others.items(), (digest, reason[:200])][-MAX_REFUSED:])
 
 
 def _copy(sources: Iterable[Path], part: Part, target: Path) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 import tempfile
 import time
@@ -26,7 +25,7 @@ import msgspec
 from msgspec import Struct
 
 from fedge.errors import MALFORMED, ConfigError, StoreError, UpdateRejected
-from fedge.files import make_folder, sync_folder, write_atomically
+from fedge.files import make_folder, sync, write_atomically
 from fedge.messages import Announcement, Rollout, decode
 from fedge.rollout import signed_bytes
 
@@ -194,15 +193,9 @@ class Trust:
     def _force_to_disk(self) -> None:
         """Flush python-tuf's files, which it renames into place without fsync."""
         history = self._folder / "root_history"
-        for path in (*self._folder.glob("*.json"), *history.glob("*.json")):
-            handle = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(handle)
-            finally:
-                os.close(handle)
-        for folder in (history, self._folder):
-            if folder.is_dir():
-                sync_folder(folder)
+        for path in (*self._folder.glob("*.json"), *history.glob("*.json"), history, self._folder):
+            if path.exists():
+                sync(path)
 
 
 def install_root(home: Path, root: bytes) -> None:

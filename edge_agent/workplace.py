@@ -24,7 +24,7 @@ from edge_agent.settings import AgentSettings
 from edge_agent.worker import Finished, Worker
 from fedge.child import Child, DiedError
 from fedge.errors import ConfigError, StoreError
-from fedge.files import BlobFolder
+from fedge.files import BlobFolder, versions_in
 from fedge.messages import BlobRef, Order, Report, Why
 from fedge.processor import Processor
 from fedge.step import Action, Failed, Refusal, read_result, report_of
@@ -149,7 +149,8 @@ def carry_out(settings: AgentSettings, digest: str, order: Order) -> Done:
     """An order, by a worker that is made with the first one."""
     models = BlobFolder(settings.home / "models")
     try:
-        finished = _worker(settings, digest, _version(settings.data)).execute(order, lambda ref: models.get(ref.digest))
+        worker = _worker(settings, digest, versions_in(settings.data))
+        finished = worker.execute(order, lambda ref: models.get(ref.digest))
         report = report_of(order, finished.result, 0.0)
     except StoreError:
         raise
@@ -183,17 +184,6 @@ def samples(settings: AgentSettings, task: TaskSpec) -> DeviceData:
     if settings.trains:
         return device_data(task, settings.data, seed=settings.seed)
     return DeviceData.unlabelled(device_inputs(task, settings.data))
-
-
-def _version(source: Path) -> tuple[tuple[str, int, int], ...]:
-    """Name, time and size of a source of samples, or of all files in its folder: changes when it does."""
-    files = sorted(source.rglob("*")) if source.is_dir() else [source]
-    found = []
-    for file in files:
-        with suppress(OSError):  # it is gone; who reads it says so
-            stat = file.stat()
-            found.append((str(file), stat.st_mtime_ns, stat.st_size))
-    return tuple(found)
 
 
 @lru_cache(1)

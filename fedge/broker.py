@@ -31,6 +31,7 @@ from fedge import child, mosquitto
 from fedge.background import on_signal
 from fedge.credentials import CERTIFICATE
 from fedge.errors import ConfigError, TransportError
+from fedge.files import version_of
 from fedge.identity import CRL, Role, subject_of
 
 log = logging.getLogger("fedge.broker")
@@ -212,13 +213,14 @@ class LocalBroker:
             TransportError: it does not start, or exited.
         """
         assert self._identity is not None
-        known = _stamp(self._identity)
+        files = self._identity / CRL, self._identity / CERTIFICATE
+        known = [version_of(file) for file in files]
         while True:
             await asyncio.sleep(LOOK_S)
             if self._process is not None and self._process.returncode is not None:
                 raise TransportError(f"{self.name} ended with status {self._process.returncode}: {self._log_end()}")
-            if (stamp := _stamp(self._identity)) != known:
-                known = stamp
+            if (found := [version_of(file) for file in files]) != known:
+                known = found
                 log.info("event=broker_restarts reason=%r", f"the files in {self._identity} have changed")
                 await self._end(signal.SIGTERM)
                 await self.start()
@@ -258,12 +260,6 @@ def federation_of(identity: Path) -> str:
     if subject is None or subject.role is not Role.BROKER:
         raise ConfigError(f"{identity} is no broker's identity: that is FOLDER/broker of `fedge provision`")
     return subject.federation
-
-
-def _stamp(identity: Path) -> list[tuple[int, int]]:
-    """A value that changes whenever a file is replaced."""
-    files = [(identity / name).stat() for name in (CRL, CERTIFICATE)]
-    return [(file.st_ino, file.st_mtime_ns) for file in files]
 
 
 # ------------------------------------------------------------------------------------------------------- the child

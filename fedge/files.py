@@ -84,7 +84,7 @@ def write_atomically(path: Path, *data: bytes | memoryview, public: bool = False
         except BaseException:
             Path(temporary).unlink(missing_ok=True)
             raise
-        sync_folder(path.parent)
+        sync(path.parent)
     except OSError as error:
         raise StoreError(f"cannot write {path}: {error}") from error
 
@@ -147,13 +147,19 @@ def put_aside(path: Path, error: Exception) -> None:
         raise StoreError(f"{path} is damaged and cannot be moved: {failure}") from error
 
 
-def version_of(path: Path) -> tuple[int, int] | None:
-    """A value that changes with each atomic replacement of a file; None: no such file."""
+def version_of(path: Path) -> tuple[int, int, int] | None:
+    """A value that changes with each replacement of a file; None: no such file."""
     try:
         found = path.stat()
     except OSError:
         return None
-    return found.st_mtime_ns, found.st_ino
+    return found.st_mtime_ns, found.st_ino, found.st_size
+
+
+def versions_in(source: Path) -> frozenset[tuple[Path, tuple[int, int, int] | None]]:
+    """`version_of` a file, or of each file below a folder."""
+    files = source.rglob("*") if source.is_dir() else [source]
+    return frozenset((file, version_of(file)) for file in files)
 
 
 def require_writable(path: Path) -> None:
@@ -249,11 +255,11 @@ def require_utf8(folder: Path) -> None:
         raise ConfigError(f"{str(folder)!r} is no UTF-8, and ONNX Runtime reads nothing there: rename it") from error
 
 
-def sync_folder(folder: Path) -> None:
-    """Make renames and new files in a folder durable."""
+def sync(path: Path) -> None:
+    """Make a file's content durable, or the renames and new files in a folder."""
     if not _durable.get():
         return
-    handle = os.open(folder, os.O_RDONLY)
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
@@ -266,26 +272,26 @@ def replace_folder(folder: Path, finished: Path) -> None:
     Raises:
         OSError: the disk is full or broken.
     """
-    sync_folder(finished)
+    sync(finished)
     old = None
     if folder.exists():
         old = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".replaced-"))
         folder.rename(old / "bundle")
     finished.rename(folder)
-    sync_folder(folder.parent)
+    sync(folder.parent)
     if old is not None:
         shutil.rmtree(old, ignore_errors=True)
 
 
 def _rename_to_new(folder: Path, finished: Path) -> None:
-    sync_folder(finished)
+    sync(finished)
     try:
         finished.rename(folder)
     except OSError as error:
         if error.errno in {errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR}:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(folder)) from error
         raise
-    sync_folder(folder.parent)
+    sync(folder.parent)
 
 
 @contextmanager

@@ -47,7 +47,7 @@ from weakref import WeakValueDictionary
 
 from fedge.background import first_failure
 from fedge.errors import ProtocolError, StoreError, TransportError
-from fedge.files import BlobFolder, sync_folder
+from fedge.files import BlobFolder, sync
 from fedge.messages import BlobRef, Want, decode, encode
 from fedge.topics import Topics
 from fedge.transport import LARGE_CHUNK, PACKET_OVERHEAD, Inbound, Transport
@@ -429,7 +429,7 @@ class _Part:
             self._data_path.unlink(missing_ok=True)
             self._record_path.unlink(missing_ok=True)
             if self._durable:
-                sync_folder(self._final.parent)
+                sync(self._final.parent)
             return right
 
     def close(self) -> None:

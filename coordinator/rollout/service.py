@@ -62,7 +62,7 @@ class Release:
         self._repository = repository
         self._timestamp = repo / "metadata" / "timestamp.json"
         self._target = target
-        self._signed: tuple[int, int] | None = (-1, -1)
+        self._signed: tuple[int, int, int] | None = (-1, -1, -1)
         self._bytes: dict[str, bytes] = {}
         self.metadata: dict[str, BlobRef] = {}
         self.refresh()

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.torch_free
 def measured(n_correct, n=100, *, latency=1.0, finite=True):
     correct = np.arange(n) < n_correct
     quality = Quality(n=n, accuracy=float(correct.mean()), latency_ms=latency)
-    return Measured(quality, np.zeros(n, np.int64), correct, finite)
+    return Measured(quality, correct, finite)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_an_absolute_limit_counts_also_for_the_first_bundle():
 
 def test_without_labels_accuracy_is_no_reason():
     def unlabelled(measured):
-        return Measured(measured.quality, measured.predicted, None, finite=True)
+        return Measured(measured.quality, None, finite=True)
 
     assert verdict(unlabelled(measured(90)), unlabelled(measured(10)), Limits()) == ""
 

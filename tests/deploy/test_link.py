@@ -182,7 +182,7 @@ async def followed(home, until, limits=None, announced=None):
     """A device that runs until something is so; `announced`: a rollout that nobody serves."""
     slots = Slots(home)
     answering = Answering(slots, limits or Limits(probation_s=0, latency_slack_ms=1e6))
-    link = Link("pi", "test", home, slots, answering, limits or Limits(probation_s=0, latency_slack_ms=1e6))
+    link = Link("pi", "test", home, slots, answering)
     await link.attach(Unheard())
     link._rollout = announced
     running = asyncio.gather(link.follow(), link.report())
@@ -267,7 +267,7 @@ async def test_one_that_was_refused_does_not_hide_an_older_one_that_is_newer_tha
 
 async def test_one_that_the_agent_removes_meanwhile_is_forgotten(home):
     slots = Slots(home)
-    link = Link("pi", "test", home, slots, Answering(slots, Limits()), Limits())
+    link = Link("pi", "test", home, slots, Answering(slots, Limits()))
 
     await link._take_in(home / "bundles" / "2")
 
@@ -277,7 +277,7 @@ async def test_one_that_the_agent_removes_meanwhile_is_forgotten(home):
 async def test_what_cannot_be_trusted_piles_up_no_files(home):
     slots = Slots(home)
     install_root(home, Simulator().files["1.root.json"])
-    link = Link("pi", "test", home, slots, Answering(slots, Limits()), Limits())
+    link = Link("pi", "test", home, slots, Answering(slots, Limits()))
     await link.attach(Unheard())
     received = home / "received"
 
@@ -292,7 +292,7 @@ async def test_what_cannot_be_trusted_piles_up_no_files(home):
 
 async def test_what_was_announced_anew_does_not_wait_for_the_failures_of_another(home):
     slots = Slots(home)
-    link = Link("pi", "test", home, slots, Answering(slots, Limits()), Limits())
+    link = Link("pi", "test", home, slots, Answering(slots, Limits()))
     first = rollout()
     for _ in range(10):
         link._failure(first, StoreError("disk: full"))
@@ -315,12 +315,12 @@ def test_a_trial_that_another_process_began_is_as_strict_about_the_time(home, tm
     slots.switch()
     seen = Outcome(digest=digest(new), switched=True, before=Quality(n=1, latency_ms=0.0))
     (home / "outcome.json").write_bytes(msgspec.json.encode(seen))
-    answering = Answering(slots, Limits())
-    Link("pi", "test", home, slots, answering, Limits(latency_ratio=1, latency_slack_ms=0))
+    answering = Answering(slots, Limits(latency_ratio=1, latency_slack_ms=0))
+    Link("pi", "test", home, slots, answering)
 
     with np.load(GOLDEN.parent / "expected.npz") as arrays:
         for _ in range(LATENCY_WINDOW):
-            answering.predict(arrays["x"][:1])
+            answering.answer(arrays["x"][:1])
 
     assert answering.runtime.manifest.release == 1
     assert slots.state.refused[digest(new)].startswith("latency: ")
@@ -336,7 +336,7 @@ def test_what_has_expired_is_judged_anew_when_the_clock_was_set_back():
 
 async def test_nothing_is_fetched_of_a_release_below_the_highest_that_ran_here(home):
     slots = Slots(home)
-    link = Link("pi", "test", home, slots, Answering(slots, Limits()), Limits())
+    link = Link("pi", "test", home, slots, Answering(slots, Limits()))
     for release, reason in ((1, None), (0, "rollback: release 0 is older than 1, which ran here")):
         now = link._situation(msgspec.structs.replace(rollout(), release=release), None)
         assert now.judged == reason
@@ -361,7 +361,7 @@ def announced_as(rollout):
 
 async def test_who_announces_anew_is_asked_at_once(home):
     slots = Slots(home)
-    link = Link("pi", "test", home, slots, Answering(slots, Limits()), Limits())
+    link = Link("pi", "test", home, slots, Answering(slots, Limits()))
     link._failure(rollout(), StoreError("time-out: x"))
     for retained, do in ((True, Do.NOTHING), (False, Do.INSTALL)):
         await link._on_rollout(Inbound(topic="", payload=announced_as(rollout()), retained=retained))
@@ -371,7 +371,7 @@ async def test_who_announces_anew_is_asked_at_once(home):
 async def test_what_nobody_signed_changes_nothing(home):
     simulator, slots = Simulator(), Slots(home)
     install_root(home, simulator.files["1.root.json"])
-    link = Link("pi", "test", home, slots, Answering(slots, Limits()), Limits())
+    link = Link("pi", "test", home, slots, Answering(slots, Limits()))
     genuine = rollout(version=3)
 
     async def hears(payload):
@@ -396,7 +396,7 @@ async def test_what_nobody_signed_changes_nothing(home):
 async def test_what_a_foreign_key_announced_is_said_in_its_health(home):
     slots, transport = Slots(home), Unheard()
     install_root(home, Simulator().files["1.root.json"])
-    link = Link("pi", "test", home, slots, Answering(slots, Limits()), Limits())
+    link = Link("pi", "test", home, slots, Answering(slots, Limits()))
     await link.attach(transport)
     payload = encode(Simulator().announce(rollout(version=3), "test"))
     await link._on_rollout(Inbound(topic="", payload=payload, retained=True))
@@ -415,7 +415,7 @@ async def test_what_a_foreign_key_announced_is_said_in_its_health(home):
 
 async def test_without_a_root_of_trust_it_says_what_is_missing_and_takes_nothing_back(home):
     slots = Slots(home)
-    link = Link("pi", "test", home, slots, Answering(slots, Limits()), Limits())
+    link = Link("pi", "test", home, slots, Answering(slots, Limits()))
     await link.attach(Unheard())
     await link._on_rollout(Inbound(topic="", payload=announced_as(rollout(metadata={})), retained=False))
     assert link._rollout is not None
@@ -446,7 +446,7 @@ async def test_a_bundle_that_proves_worse_is_given_up_while_the_next_is_being_fe
 
 async def test_a_release_that_does_not_fit_on_the_disk_waits_and_one_beyond_all_measure_is_refused(home, monkeypatch):
     slots = Slots(home)
-    link = Link("pi", "test", home, slots, Answering(slots, Limits()), Limits())
+    link = Link("pi", "test", home, slots, Answering(slots, Limits()))
 
     free = shutil.disk_usage(home).free
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=min(free, SPARE_DISK_BYTES + 10)))
@@ -461,7 +461,7 @@ async def test_no_rollout_takes_back_what_the_agent_on_this_device_wrote(home):
     folder = variant(home / "bundles" / "2", release=2, gate=other_gate)
     await followed(home, switched)
     slots = Slots(home)
-    link = Link("pi", "test", home, slots, Answering(slots, Limits()), Limits())
+    link = Link("pi", "test", home, slots, Answering(slots, Limits()))
     digest = digest_of((folder / "manifest.json").read_bytes())
     forged = rollout(target="2/manifest.json", metadata={f"2/{digest}.manifest.json": ref(digest)})
     link._rollout = msgspec.structs.replace(forged, state=ABORTED)

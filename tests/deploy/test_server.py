@@ -392,8 +392,10 @@ async def test_a_compressed_body_counts_as_what_it_becomes():
         await still_answers(session)
 
 
-async def test_slow_bodies_and_heads_are_cut_off():
-    async with serving(body_timeout_s=0.2, idle_timeout_s=0.2) as (server, session):
+async def test_slow_bodies_and_heads_are_cut_off(monkeypatch):
+    monkeypatch.setattr("deploy.server.BODY_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("deploy.server.HEAD_TIMEOUT_S", 0.2)
+    async with serving() as (server, session):
         host, port = server.url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(f"POST {INFER} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{{".encode())
@@ -409,8 +411,14 @@ async def test_slow_bodies_and_heads_are_cut_off():
         await still_answers(session)
 
 
+@pytest.fixture
+def three_places(monkeypatch):
+    monkeypatch.setattr("deploy.server.MAX_CONNECTIONS", 3)
+
+
+@pytest.mark.usefixtures("three_places")
 async def test_a_connection_too_many_is_turned_away():
-    async with serving(max_connections=3) as (server, session):
+    async with serving() as (server, session):
         host, port = server.url.removeprefix("http://").split(":")
         held = [await asyncio.open_connection(host, int(port)) for _ in range(3)]
         await asyncio.sleep(0.05)
@@ -465,8 +473,9 @@ async def test_300_silent_connections_hold_64_places_and_nobody_is_locked_out():
         await still_answers(session)
 
 
+@pytest.mark.usefixtures("three_places")
 async def test_health_is_answered_while_all_places_are_at_work():
-    async with serving(max_connections=3) as (server, session), holding(server, 3, SLOW):
+    async with serving() as (server, session), holding(server, 3, SLOW):
         await bodies_come(server, 3)
 
         for path in HEALTH:
@@ -475,9 +484,10 @@ async def test_health_is_answered_while_all_places_are_at_work():
         await bodies_come(server, 3)
 
 
+@pytest.mark.usefixtures("three_places")
 async def test_slow_bodies_give_way_when_somebody_comes(monkeypatch):
     monkeypatch.setattr("deploy.server.SLOW_S", 0.1)
-    async with serving(max_connections=3) as (server, session), holding(server, 3, SLOW):
+    async with serving() as (server, session), holding(server, 3, SLOW):
         await bodies_come(server, 3)
         await asyncio.sleep(0.2)
 

@@ -93,7 +93,7 @@ async def test_a_bundle_that_is_switched_answers_under_its_own_digest(tmp_path):
         assert parameters["bundle"] == digests[parameters["release"]]
         assert response["model_version"] == str(parameters["release"])
     assert found[-1]["parameters"]["release"] == 2
-    assert answering.counters.n_predictions == 21 * len(X)
+    assert answering.n_predictions == 21 * len(X)
 
 
 REFERENCE = {

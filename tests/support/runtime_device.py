@@ -55,7 +55,7 @@ async def device(
     """Switched on within."""
     slots = Slots(home)
     answering = Answering(slots, limits)
-    link = Link(device_id, FEDERATION, home, slots, answering, limits)
+    link = Link(device_id, FEDERATION, home, slots, answering)
     transport = Transport(settings, Topics(FEDERATION).client_id("serve", device_id))
     await link.attach(transport)
     async with transport:
