@@ -52,10 +52,7 @@ def one(algorithm: str, n: int, noise: float) -> dict[str, float]:
         data = centres[group] + 0.5 * rng.standard_normal((n, 256))
     aidc(np.eye(4), unit=1.0)  # imports
     start = time.process_time()
-    if algorithm == "aidc":
-        clusters = aidc(data, unit=class_unit(centres), rng=rng).clusters
-    else:
-        clusters = mctc(embedding(data)).partition.members
+    clusters = aidc(data, unit=class_unit(centres), rng=rng) if algorithm == "aidc" else mctc(embedding(data)).clusters
     taken = time.process_time() - start
     labels = np.full(n, -1)
     for k, members in reversed(list(enumerate(clusters))):

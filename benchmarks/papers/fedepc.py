@@ -141,7 +141,7 @@ def clusterings(
     profiles: np.ndarray, halves: list[float], unit: float, k: int
 ) -> dict[str, Callable[[], aidc.Clusters]]:
     def of_aidc(unit: float, merge: float = 0.15, split: float = 0.18) -> aidc.Clusters:
-        return aidc.aidc(profiles, unit=unit, thresholds=aidc.Thresholds(merge, split)).clusters
+        return aidc.aidc(profiles, unit=unit, thresholds=aidc.Thresholds(merge, split))
 
     return {
         "default": lambda: of_aidc(unit),

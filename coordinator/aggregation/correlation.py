@@ -75,20 +75,18 @@ def _shares(m: Array, axis: int) -> Array:
     return shares
 
 
-def select(ranking: Array, n_top: int, eligible: Sequence[int] | None = None) -> tuple[Indices, ...]:
+def select(ranking: Array, n_top: int) -> tuple[Indices, ...]:
     """S_j for each expert: the clients with the largest R[j, :], the lower index first on a tie.
 
     Args:
         ranking: R (K, N): M_E ("raw", as printed) or M_C ("affinity", repaired).
-        n_top: N_top >= 1; where fewer are eligible, all are taken.
-        eligible: clients that may be selected, ascending; None: all.
+        n_top: N_top >= 1; where there are fewer, all are taken.
 
     Example:
         >>> select(np.array([[0.5, 0.2, 0.5], [0.1, 0.3, 0.2]]), 2)
         ((0, 2), (1, 2))
     """
-    allowed = np.arange(ranking.shape[1]) if eligible is None else np.array(eligible, np.int64)
-    return tuple(tuple(int(i) for i in allowed[np.argsort(-row[allowed], kind="stable")[:n_top]]) for row in ranking)
+    return tuple(map(tuple, np.argsort(-ranking, axis=1, kind="stable")[:, :n_top].tolist()))
 
 
 def expert_weights(m: Array, selected: Sequence[Indices]) -> Array:

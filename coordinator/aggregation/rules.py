@@ -1,9 +1,8 @@
-"""Averages that a minority of hostile devices cannot drag away: rules on vectors, one a row.
+"""Rules of averaging that withstand a minority of hostile devices.
 
 Source: median and trimmed mean: Yin et al., "Byzantine-Robust Distributed Learning", ICML 2018; multi-Krum: Blanchard
 et al., "Machine Learning with Adversaries", NeurIPS 2017; centred clipping: Karimireddy, He, Jaggi, "Learning from
-History for Byzantine Robust Optimization", ICML 2021; its radius is learned from the cohort here, for no constant fits
-all networks.
+History for Byzantine Robust Optimization", ICML 2021. Its radius comes from the cohort: no constant fits all networks.
 A rule counts every device once: how many samples a device has is its own claim. Clipping keeps the weights, and bounds
 them (`bounded`).
 """
@@ -21,10 +20,10 @@ from coordinator.aggregation.mean import BLOCK
 from fedge.tensors import Floats
 
 FACTOR: Final = 2.0
-"""Times the median of a cohort: no device weighs more in an average, and none moves it farther. docs/results/attacks.md
-has how rarely it bites."""
+"""Times the median of a cohort: no device weighs more in an average, and none moves it farther. It rarely acts
+(docs/results/attacks.md)."""
 FEWEST: Final = 3
-"""With fewer numbers a median says nothing of what is usual."""
+"""A median of fewer numbers says nothing of what is usual."""
 ITERATIONS: Final = 3
 """L of centred clipping."""
 
@@ -51,7 +50,7 @@ def factors(shares: Sequence[float], times: float = FACTOR) -> list[float]:
 
 
 def bounded(sizes: Sequence[float], times: float = FACTOR) -> list[float]:
-    """Weights that no single claim can carry away: at most twice the median.
+    """Weights, none above twice the median: no single claim decides an average.
 
     Example:
         >>> bounded([10, 20, 10, 1000])

@@ -17,21 +17,12 @@ from numpy.typing import NDArray
 
 from coordinator.clustering import aidc, mctc
 from coordinator.clustering.agglomerative import agglomerative
-from coordinator.clustering.aidc import Clusters
 from coordinator.clustering.kmeans import kmeans
 from coordinator.clustering.labels import by_label
+from coordinator.clustering.mctc import Found
 
 Vectors = NDArray[np.float64]
 Clustering = Literal["aidc", "mctc", "labels", "k-means", "agglomerative"]
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """Clusters; for directions also MCTC's threshold and its separability, even with a rival."""
-
-    clusters: Clusters
-    tau: float | None = None
-    separability: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +34,7 @@ class Profiles:
 
     def own(self, rng: np.random.Generator) -> Found:
         """AIDC."""
-        return Found(aidc.aidc(self.vectors, unit=self.unit, rng=rng).clusters)
+        return Found(aidc.aidc(self.vectors, unit=self.unit, rng=rng))
 
     def distances(self) -> Vectors:
         """Divergences in units of D_ref, (N, N)."""
@@ -62,14 +53,13 @@ class Directions:
 
     def own(self, rng: np.random.Generator) -> Found:  # noqa: ARG002 - nothing is drawn
         """MCTC."""
-        found = mctc.mctc(
+        return mctc.mctc(
             self.vectors,
             n_clusters=self.n_clusters,
             tau=self.tau,
             distinct=self.distinct,
             centres_join=self.centres_join,
         )
-        return Found(found.partition.members, found.tau, found.separability)
 
     def distances(self) -> Vectors:
         """1 - cosine, (N, N)."""

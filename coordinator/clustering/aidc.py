@@ -52,25 +52,6 @@ THRESHOLDS: Final = Thresholds()
 
 
 @dataclass(frozen=True, slots=True)
-class Groups:
-    """The result of AIDC.
-
-    Attributes:
-        clusters: a partition of all devices, each cluster ascending, numbered by its smallest member.
-        anchors: the devices that formed the clusters: all, or those of the subset option.
-        entropy: H, in [0, 1].
-        min_samples: MinPts; 0 where fewer than two devices made it unnecessary.
-        eps: radius of the density clustering, in units of D_ref.
-    """
-
-    clusters: Clusters
-    anchors: tuple[int, ...]
-    entropy: float
-    min_samples: int
-    eps: float
-
-
-@dataclass(frozen=True, slots=True)
 class Place:
     """The place of a newcomer.
 
@@ -286,7 +267,7 @@ def aidc(
     unit: float,
     thresholds: Thresholds = THRESHOLDS,
     rng: np.random.Generator | None = None,
-) -> Groups:
+) -> Clusters:
     """Clusters of devices with similar profiles.
 
     Args:
@@ -296,7 +277,7 @@ def aidc(
         rng: draws 200 anchors; only used (and then needed) above 2000 devices.
 
     Returns:
-        Groups; for the anchors every het <= theta_split and every between >= theta_merge.
+        A partition; for the anchors every het <= theta_split and every between >= theta_merge.
 
     Raises:
         ValueError: a profile, a parameter or the unit is out of range.
@@ -305,7 +286,7 @@ def aidc(
 
     Example:
         >>> profiles = np.array([[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [0.1, 0.9]])
-        >>> aidc(profiles, unit=1.0).clusters
+        >>> aidc(profiles, unit=1.0)
         ((0, 1), (2, 3))
     """
     n = len(profiles)
@@ -317,41 +298,35 @@ def aidc(
     return _with_the_rest(profiles, anchors, _exact(profiles[anchors], unit, thresholds), unit, thresholds)
 
 
-def _exact(profiles: Vectors, unit: float, thresholds: Thresholds) -> Groups:
-    n = len(profiles)
-    everybody = tuple(range(n))
-    if n < 2:
-        return Groups((everybody,) if n else (), everybody, entropy(profiles) if n else 0.0, 0, 0.0)
+def _exact(profiles: Vectors, unit: float, thresholds: Thresholds) -> Clusters:
+    if len(profiles) < 2:
+        return numbered([range(len(profiles))])
     distances = divergence_matrix(profiles, unit=unit)
-    h = entropy(profiles)
-    points = min_samples(n, h)
-    eps = radius(distances, points)
-    labels = density_clusters(distances, eps, points)
+    points = min_samples(len(profiles), entropy(profiles))
+    labels = density_clusters(distances, radius(distances, points), points)
     dense = [np.flatnonzero(labels == k).tolist() for k in range(labels.max() + 1)]
     pure = [piece for cluster in dense for piece in split(distances, cluster, thresholds.split)]
     placed = place_noise(distances, pure, np.flatnonzero(labels < 0).tolist(), thresholds.split)
-    return Groups(merge(distances, placed, thresholds.merge), everybody, h, points, eps)
+    return merge(distances, placed, thresholds.merge)
 
 
 def _with_the_rest(
-    profiles: Vectors, anchors: NDArray[np.intp], found: Groups, unit: float, thresholds: Thresholds
-) -> Groups:
+    profiles: Vectors, anchors: NDArray[np.intp], found: Clusters, unit: float, thresholds: Thresholds
+) -> Clusters:
     """Place all other devices, ascending, by the NOISE rule over anchors alone; a founder becomes an anchor (4.5)."""
-    placed = [[int(anchors[i]) for i in cluster] for cluster in found.clusters]
+    placed = [[int(anchors[i]) for i in cluster] for cluster in found]
     kept = profiles[anchors]
-    names = anchors.tolist()
-    growing = _Growing(divergence_matrix(kept, unit=unit), found.clusters)
+    growing = _Growing(divergence_matrix(kept, unit=unit), found)
     for device in np.setdiff1d(np.arange(len(profiles)), anchors).tolist():
         row = divergence(profiles[device], kept) / unit
         cluster = growing.rule(row, thresholds.split).cluster
         if cluster is None:
-            growing.add(len(names), row, None)
-            names.append(device)
+            growing.add(len(kept), row, None)
             kept = np.vstack([kept, profiles[device]])
             placed.append([device])
         else:
             placed[cluster].append(device)
-    return Groups(numbered(placed), tuple(sorted(names)), found.entropy, found.min_samples, found.eps)
+    return numbered(placed)
 
 
 # ------------------------------------------------------------------------------- 4.6: joins, leaves, changed data

@@ -35,50 +35,15 @@ ROWS: Final = 1024  # of a matrix of all clients, computed at a time
 
 
 @dataclass(frozen=True, slots=True)
-class Threshold:
-    """The threshold tau, and how far the cut at tau separates: eta, in [0, 1] (17.5)."""
+class Found:
+    """Clusters; of directions also MCTC's threshold and its separability, even with a rival.
 
-    tau: float
-    separability: float
-
-
-@dataclass(frozen=True, slots=True)
-class Partition:
-    """Overlapping clusters.
-
-    Attributes:
-        members: per cluster its members, ascending; every client is in at least one, no cluster is empty.
-        centres: per cluster the client that it grew from, as a position.
-        means: v_k, (K_eff, m), Eq. 4.
-        fallback: clients close to no centre, which went to the nearest, ascending.
-        mean_cosine: cos_avg of the v_k, Eq. 3; 0 for a single cluster.
+    MCTC's may overlap: every client is in at least one. `separability` is None where tau was given.
     """
 
-    members: tuple[tuple[int, ...], ...]
-    centres: tuple[int, ...]
-    means: Vectors
-    fallback: tuple[int, ...]
-    mean_cosine: float
-
-
-@dataclass(frozen=True, slots=True)
-class Try:
-    """One line of the log of section 7. `n_clusters`: the requested K."""
-
-    n_clusters: int
-    tau: float
-    mean_cosine: float
-    accepted: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Clustering:
-    """The accepted partition, its threshold, and how it was found. `separability` is None where tau was given."""
-
-    partition: Partition
-    tau: float
-    separability: float | None
-    tries: tuple[Try, ...]
+    clusters: Clusters
+    tau: float | None = None
+    separability: float | None = None
 
 
 # ------------------------------------------------------------------------------------- sections 4 and 5: embedding
@@ -260,60 +225,52 @@ def _partner(sim: Vectors, client: int, value: float) -> int:
 
 def soft_clusters(
     z: Vectors,
+    sim: Vectors,
     n_clusters: int,
     tau: float,
     *,
     distinct: bool = True,
     centres_join: bool = True,
-    sim: Vectors | None = None,
-) -> Partition:
+) -> Clusters:
     """Assign every client to one or more clusters of similar direction (MCTC, Algorithm 1).
 
     Args:
         z: embedding, (N, m), N >= 1, finite. A zero row has cosine 0 with everything.
+        sim: `similarity` of z.
         n_clusters: K >= 1, an upper bound.
         tau: a client joins every cluster whose centre has at least this cosine, [-1, 1]; above 1: a hard partition.
         distinct: whether a client that belongs with a chosen centre may not be a centre (6.2).
         centres_join: whether centres join other clusters at the end (6.5).
-        sim: `similarity` of z, if it is known.
 
-    Raises:
-        ValueError: n_clusters is below 1, there is no client, or a row is not finite; the message names the client.
-
-    Cost: O(N^2 m + N K m) time, 8 N^2 bytes.
+    Cost: O(N^2 + N K m) time.
 
     Example:
         >>> angles = np.radians([0, 20, 80, 100, 50])
         >>> z = np.stack([np.cos(angles), np.sin(angles)], axis=1)
-        >>> soft_clusters(z, 2, 0.8).members
+        >>> soft_clusters(z, similarity(z), 2, 0.8)
         ((0, 1, 4), (2, 3))
     """
-    _check(z, n_clusters)
     tau = round(tau, DECIMALS)
-    centres = choose_centres(similarity(z) if sim is None else sim, n_clusters, bar=min(tau, 1.0) if distinct else 1.0)
+    centres = choose_centres(sim, n_clusters, bar=min(tau, 1.0) if distinct else 1.0)
     members = [{c} for c in centres]
     sums, means = z[list(centres)].copy(), z[list(centres)].copy()
-    fallback = []
     for i in range(len(z)):  # lines 16 ff.
         if i in centres:
             continue
-        close = cosines(z[i : i + 1], means)[0]
-        joined = np.flatnonzero(close >= tau)
-        if not len(joined):
-            joined = np.array([np.argmax(close)])  # the first of equal ones
-            fallback.append(i)
-        for k in joined:
+        for k in _joined(cosines(z[i : i + 1], means)[0], tau):
             members[k].add(i)
             sums[k] += z[i]
             means[k] = sums[k] / len(members[k])  # Eq. 4
-    means = sums / np.array([[len(s)] for s in members])
     if centres_join:
-        close = cosines(z[list(centres)], means)
-        for a, k in np.argwhere(close >= tau):
+        means = sums / np.array([[len(s)] for s in members])
+        for a, k in np.argwhere(cosines(z[list(centres)], means) >= tau):
             members[k].add(centres[a])
-    ordered = tuple(tuple(sorted(s)) for s in members)
-    means = np.stack([z[list(s)].mean(axis=0) for s in ordered])  # Eq. 4
-    return Partition(ordered, centres, means, tuple(fallback), mean_cosine(means))
+    return tuple(tuple(sorted(s)) for s in members)
+
+
+def _joined(close: Vectors, tau: float) -> tuple[int, ...]:
+    """The clusters at least this close, otherwise the nearest: the first of equal ones."""
+    return tuple(np.flatnonzero(close >= tau).tolist()) or (int(np.argmax(close)),)
 
 
 def _check(z: Vectors, n_clusters: int) -> None:
@@ -324,24 +281,29 @@ def _check(z: Vectors, n_clusters: int) -> None:
         raise ValueError(f"the embedding of client {broken[0]} is not finite")
 
 
+def means_of(z: Vectors, members: Sequence[Sequence[int]]) -> Vectors:
+    """v_k, the mean of each cluster, Eq. 4: (K_eff, m)."""
+    return np.stack([z[list(cluster)].mean(axis=0) for cluster in members])
+
+
 def mean_cosine(means: Vectors) -> float:
     """cos_avg, the mean cosine of pairs of cluster means, Eq. 3; 0 for fewer than two."""
     pairs = np.triu_indices(len(means), 1)
     return float(np.mean(cosines(means, means)[pairs])) if len(means) > 1 else 0.0
 
 
-def otsu(sim: Vectors) -> Threshold:
+def otsu(sim: Vectors) -> tuple[float, float]:
     """Adaptive tau: Otsu's cut of the cosines of all pairs (6.7), clipped to [0, 0.95], and its separability (17.5).
 
     eta = between-class variance at tau / variance of the cosines: 0.75 for a uniform distribution, 0.64 for a normal
     one; >= 0.8 speaks for groups, < 0.7 against. It is that of the cut that is used: where tau is clipped it is smaller
     than at Otsu's own cut, and 0 if all pairs lie on one side. Fewer than two pairs, or equal cosines: tau 0.95, eta 0.
     """
-    c = _pairs(sim)
+    c = np.concatenate([row[i + 1 :] for i, row in enumerate(sim)])  # above the diagonal
     c.sort()
     p = len(c)
     if p < 2 or c[0] == c[-1]:
-        return Threshold(0.95, 0.0)
+        return 0.95, 0.0
     sums = np.cumsum(c)
 
     def between(t: NDArray[np.int64]) -> Vectors:
@@ -360,12 +322,7 @@ def otsu(sim: Vectors) -> Threshold:
     tau = round(float(np.clip((c[cut] + c[cut + 1]) / 2, 0.0, 0.95)), DECIMALS)
     below = int(np.searchsorted(c, tau))  # a pair at tau is close
     used = float(between(np.array([below]))[0]) if 0 < below < p else 0.0
-    return Threshold(tau, min(1.0, used / float(np.var(c))))
-
-
-def _pairs(sim: Vectors) -> Vectors:
-    """The entries above the diagonal, row by row, (N (N - 1) / 2,)."""
-    return np.concatenate([row[i + 1 :] for i, row in enumerate(sim)])
+    return tau, min(1.0, used / float(np.var(c)))
 
 
 # ---------------------------------------------------------------------------------------- section 7: validation
@@ -378,46 +335,38 @@ def mctc(
     tau: float | None = None,
     distinct: bool = True,
     centres_join: bool = True,
-) -> Clustering:
+) -> Found:
     """Overlapping clusters whose means are not nearly parallel: MCTC with its validation loop (section 7).
 
     A partition with cos_avg > 0.9 is thrown away whole and tried again with stricter tau (four steps of 0.05, at most
     0.95), then with one cluster less. Clients whose updates nearly coincide end in one cluster.
 
     Args:
-        z: embedding, (N, m), as for `soft_clusters`.
-        n_clusters: K, an upper bound.
+        z: embedding, (N, m), N >= 1, finite.
+        n_clusters: K >= 1, an upper bound.
         tau: the first threshold; None: Otsu's.
         distinct: see `soft_clusters`.
         centres_join: see `soft_clusters`.
 
     Raises:
-        ValueError: see `soft_clusters`.
+        ValueError: n_clusters is below 1, there is no client, or a row is not finite; the message names the client.
 
     Cost: once the cosines of all pairs and their order, O(N^2 (m + log N)) time and 16 to 24 N^2 bytes; then at most
     5*K times O(N^2 + N K m).
     """
     _check(z, n_clusters)
     sim = similarity(z)
-    if tau is None:
-        cut = otsu(sim)
-        tau_0, separability = cut.tau, cut.separability
-    else:
-        tau_0, separability = round(tau, DECIMALS), None
-    k, step = n_clusters, 0
-    tries: list[Try] = []
+    first, separability = otsu(sim) if tau is None else (round(tau, DECIMALS), None)
+    k = n_clusters
     while True:
-        t = tau_0 if step == 0 else round(min(tau_0 + 0.05 * step, max(0.95, tau_0)), DECIMALS)
-        partition = soft_clusters(z, k, t, distinct=distinct, centres_join=centres_join, sim=sim)
-        k_eff = len(partition.members)
-        valid = k_eff < 2 or partition.mean_cosine <= THETA
-        tries.append(Try(k, t, partition.mean_cosine, valid))
-        if valid:
-            return Clustering(partition, t, separability, tuple(tries))
-        if step < 4 and t < 0.95:
-            step += 1
-        else:
-            k, step = k_eff - 1, 0
+        for step in range(5):
+            t = round(min(first + 0.05 * step, max(0.95, first)), DECIMALS)
+            members = soft_clusters(z, sim, k, t, distinct=distinct, centres_join=centres_join)
+            if len(members) < 2 or mean_cosine(means_of(z, members)) <= THETA:
+                return Found(members, t, separability)
+            if t >= 0.95:
+                break
+        k = len(members) - 1
 
 
 # ------------------------------------------------------------------------------- section 9: clients that sat out
@@ -431,11 +380,7 @@ def attach(z: Vectors, means: Vectors, tau: float) -> tuple[tuple[int, ...], ...
         means: v_k, (K_eff, m), K_eff >= 1.
         tau: the clustering's threshold.
     """
-    tau = round(tau, DECIMALS)
-    close = cosines(z, means)
-    return tuple(
-        tuple(np.flatnonzero(row >= tau).tolist()) if (row >= tau).any() else (int(np.argmax(row)),) for row in close
-    )
+    return tuple(_joined(row, round(tau, DECIMALS)) for row in cosines(z, means))
 
 
 def parted(z: Vectors, members: Sequence[Sequence[int]]) -> Clusters:
@@ -452,7 +397,7 @@ def parted(z: Vectors, members: Sequence[Sequence[int]]) -> Clusters:
         >>> parted(np.array([[1.0, 0], [1, 0.1], [0.6, 0.8], [0, 1]]), [(0, 1, 2), (2, 3)])
         ((0, 1), (2, 3))
     """
-    close = cosines(z, np.stack([z[list(cluster)].mean(axis=0) for cluster in members]))
+    close = cosines(z, means_of(z, members))
     for k, cluster in enumerate(members):
         close[np.setdiff1d(np.arange(len(z)), cluster), k] = -np.inf
     stays = close.argmax(axis=1)

@@ -570,7 +570,7 @@ def group(state: FedgeState, new: dict[str, Profiled]) -> FedgeState:
     state = without(state, moved)
     if not state.groups or aidc.needs_reclustering(state.n_moved, len(profiled)):
         ids = list(profiled)
-        found = aidc.aidc(vectors_of(profiled.values()), unit=unit, rng=np.random.default_rng(0)).clusters
+        found = aidc.aidc(vectors_of(profiled.values()), unit=unit, rng=np.random.default_rng(0))
         return with_groups(state, tuple(tuple(ids[i] for i in members) for members in found))
     for device_id in moved:
         state = placed(state, device_id, unit)

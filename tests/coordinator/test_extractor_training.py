@@ -49,7 +49,7 @@ def found(seed: int, classes: list[tuple[int, ...]], n: int = 40) -> tuple[np.nd
         chosen = rng.choice(mine, min(len(mine), rng.integers(60, 101)), replace=False)
         profiles.append(sparsity_profile(network.module, X[chosen]).shares)
     labels = np.empty(n, np.int64)
-    for k, members in enumerate(aidc.aidc(np.stack(profiles), unit=unit).clusters):
+    for k, members in enumerate(aidc.aidc(np.stack(profiles), unit=unit)):
         labels[list(members)] = k
     return truth, labels
 

@@ -99,12 +99,10 @@ def test_scaling_the_scores_changes_nothing_and_permuted_clients_permute(
     np.testing.assert_allclose(permuted, c.expert_weights(m, selected)[:, order], atol=1e-12)
 
 
-def test_selection_of_few_ties_and_the_ineligible() -> None:
+def test_selection_of_few_and_of_ties() -> None:
     ranking = np.full((2, 4), 0.5)
     assert c.select(ranking, 2) == ((0, 1), (0, 1))  # ties: the lower index
     assert c.select(ranking, 9) == ((0, 1, 2, 3),) * 2
-    assert c.select(ranking, 2, eligible=[1, 3]) == ((1, 3), (1, 3))
-    assert c.select(ranking, 2, eligible=[]) == ((), ())
 
 
 def test_who_is_never_sure_has_no_share() -> None:

@@ -24,6 +24,35 @@ def updates_of(seed, n, d=40):
     return np.random.default_rng(seed).standard_normal((n, d)).astype(np.float32)
 
 
+def soft(z, k, tau, **how):
+    return mctc.soft_clusters(z, mctc.similarity(z), k, tau, **how)
+
+
+def centres_of(z, k, tau, *, distinct=True, **_):
+    return mctc.choose_centres(mctc.similarity(z), k, bar=min(round(tau, 9), 1.0) if distinct else 1.0)
+
+
+def mean_cosine(z, members):
+    return mctc.mean_cosine(mctc.means_of(z, members))
+
+
+def recorded(patch):
+    """K and tau of each partition that the validation looks at from now on."""
+    seen, real = [], mctc.soft_clusters
+
+    def spy(z, sim, k, tau, **how):
+        seen.append((k, tau))
+        return real(z, sim, k, tau, **how)
+
+    patch.setattr(mctc, "soft_clusters", spy)
+    return seen
+
+
+@pytest.fixture
+def tries(monkeypatch):
+    return recorded(monkeypatch)
+
+
 embeddings = arrays(
     np.float64,
     st.tuples(st.integers(1, 9), st.integers(1, 3)),
@@ -104,7 +133,7 @@ def test_rows_made_at_a_time_change_nothing(monkeypatch):
     np.testing.assert_allclose(mctc.similarity(z), sim, atol=1e-9)
     assert mctc.otsu(sim) == mctc.otsu(sim.T)
     parts = mctc.mctc(z)
-    assert (parts.partition.members, parts.tau, parts.tries) == (whole.partition.members, whole.tau, whole.tries)
+    assert parts == whole
 
 
 @given(st.integers(0, 10**6), st.integers(2, 12), st.integers(1, 6), st.sampled_from([0.2, 0.7, 1.0]))
@@ -130,7 +159,7 @@ def test_scaling_and_flipping_all_updates_changes_nothing():
     factors = np.array([[1e-3], [7], [1], [0.3], [1e4], [2], [5]])
     for other in (updates * factors, -updates):
         found = mctc.mctc(mctc.embed(mctc.gram(other)))
-        assert found.partition.members == expected.partition.members
+        assert found.clusters == expected.clusters
         assert found.tau == expected.tau
 
 
@@ -165,44 +194,42 @@ def test_circle_similarities():
     expected |= {(1, 3): 0.1736, (1, 4): 0.8660, (2, 3): 0.9397, (2, 4): 0.8660, (3, 4): 0.6428}
     for pair, cosine in expected.items():
         assert sim[pair] == pytest.approx(cosine, abs=5e-5)
-    assert mctc.otsu(sim).tau == pytest.approx(0.336824, abs=5e-7)
+    assert mctc.otsu(sim)[0] == pytest.approx(0.336824, abs=5e-7)
 
 
 def test_circle_two_clusters_with_a_fallback():
-    found = mctc.soft_clusters(CIRCLE, 2, 0.8)
-    assert found.centres == (0, 3)
-    assert found.members == ((0, 1, 4), (2, 3))
-    assert found.fallback == (4,)
-    np.testing.assert_allclose(found.means, [[0.8608, 0.3694], [0, 0.9848]], atol=5e-5)
-    assert found.mean_cosine == pytest.approx(0.3943, abs=5e-5)
-    assert mctc.silhouette(mctc.similarity(CIRCLE), found.members) == pytest.approx(0.6888, abs=5e-5)
+    found = soft(CIRCLE, 2, 0.8)
+    assert centres_of(CIRCLE, 2, 0.8) == (0, 3)
+    assert found == ((0, 1, 4), (2, 3))  # 4 is close to no centre: it goes to the nearest
+    np.testing.assert_allclose(mctc.means_of(CIRCLE, found), [[0.8608, 0.3694], [0, 0.9848]], atol=5e-5)
+    assert mean_cosine(CIRCLE, found) == pytest.approx(0.3943, abs=5e-5)
+    assert mctc.silhouette(mctc.similarity(CIRCLE), found) == pytest.approx(0.6888, abs=5e-5)
 
 
 def test_circle_a_client_in_both():
-    found = mctc.soft_clusters(CIRCLE, 2, 0.75)
-    assert found.members == ((0, 1, 4), (2, 3, 4))
-    assert found.fallback == ()
-    assert found.mean_cosine == pytest.approx(0.5941, abs=5e-5)
-    assert mctc.silhouette(mctc.similarity(CIRCLE), found.members) == pytest.approx(0.5116, abs=5e-5)
+    found = soft(CIRCLE, 2, 0.75)
+    assert found == ((0, 1, 4), (2, 3, 4))
+    assert mean_cosine(CIRCLE, found) == pytest.approx(0.5941, abs=5e-5)
+    assert mctc.silhouette(mctc.similarity(CIRCLE), found) == pytest.approx(0.5116, abs=5e-5)
 
 
 def test_circle_three_clusters():
-    found = mctc.soft_clusters(CIRCLE, 3, 0.8)
-    assert found.centres == (0, 3, 4)
-    assert found.members == ((0, 1), (2, 3), (0, 1, 4))
-    assert found.mean_cosine == pytest.approx(0.5138, abs=5e-5)
-    printed = mctc.soft_clusters(CIRCLE, 3, 0.8, **PAPER)
-    assert printed.members == ((0, 1), (3,), (2, 4))
+    found = soft(CIRCLE, 3, 0.8)
+    assert centres_of(CIRCLE, 3, 0.8) == (0, 3, 4)
+    assert found == ((0, 1), (2, 3), (0, 1, 4))
+    assert mean_cosine(CIRCLE, found) == pytest.approx(0.5138, abs=5e-5)
+    printed = soft(CIRCLE, 3, 0.8, **PAPER)
+    assert printed == ((0, 1), (3,), (2, 4))
 
 
 def test_why_distinct():
     z = at(0, 3, 179, 176, 85, 95)
-    printed = mctc.soft_clusters(z, 3, 0.9, **PAPER)
-    assert printed.centres == (0, 2, 3)
-    assert printed.members == ((0, 1, 4, 5), (2,), (3,))
-    found = mctc.soft_clusters(z, 3, 0.9)
-    assert found.centres == (0, 2, 5)
-    assert found.members == ((0, 1), (2, 3), (4, 5))
+    printed = soft(z, 3, 0.9, **PAPER)
+    assert centres_of(z, 3, 0.9, **PAPER) == (0, 2, 3)
+    assert printed == ((0, 1, 4, 5), (2,), (3,))
+    found = soft(z, 3, 0.9)
+    assert centres_of(z, 3, 0.9) == (0, 2, 5)
+    assert found == ((0, 1), (2, 3), (4, 5))
 
 
 def test_of_the_last_pair_only_the_lower_position_enters():
@@ -217,18 +244,17 @@ def test_of_the_last_pair_only_the_lower_position_enters():
 
 def test_tau_is_inclusive():
     z = at(0, 60, 120)
-    found = mctc.soft_clusters(z, 2, 0.5, centres_join=False)  # cos 60 degrees is 0.5 in 9 decimals
-    assert found.members == ((0, 1), (1, 2))
+    found = soft(z, 2, 0.5, centres_join=False)  # cos 60 degrees is 0.5 in 9 decimals
+    assert found == ((0, 1), (1, 2))
 
 
 def test_tau_out_of_range_puts_everybody_everywhere_or_parts_hard():
     z = mctc.embed(mctc.gram(updates_of(6, 9)))
-    everywhere = mctc.soft_clusters(z, 3, -1.0, **PAPER)
-    others = set(range(9)) - set(everywhere.centres)
-    assert all(others <= set(s) for s in everywhere.members)
-    hard = mctc.soft_clusters(z, 3, 1.1, **PAPER)
-    assert sorted(i for s in hard.members for i in s) == list(range(9))
-    assert set(hard.fallback) == set(range(9)) - set(hard.centres)
+    everywhere = soft(z, 3, -1.0, **PAPER)
+    others = set(range(9)) - set(centres_of(z, 3, -1.0, **PAPER))
+    assert all(others <= set(s) for s in everywhere)
+    hard = soft(z, 3, 1.1, **PAPER)
+    assert sorted(i for s in hard for i in s) == list(range(9))
 
 
 def oracle(z, n_clusters, tau, *, distinct, centres_join):
@@ -268,45 +294,47 @@ def oracle(z, n_clusters, tau, *, distinct, centres_join):
 @settings(max_examples=80, deadline=None)
 def test_agrees_with_the_slow_oracle(seed, n, k, tau, distinct, centres_join):
     z = np.random.default_rng(seed).standard_normal((n, 3))
-    found = mctc.soft_clusters(z, k, tau, distinct=distinct, centres_join=centres_join)
-    assert (found.centres, found.members) == oracle(z, k, tau, distinct=distinct, centres_join=centres_join)
+    found = soft(z, k, tau, distinct=distinct, centres_join=centres_join)
+    assert (centres_of(z, k, tau, distinct=distinct), found) == oracle(
+        z, k, tau, distinct=distinct, centres_join=centres_join
+    )
 
 
 @given(embeddings, st.integers(1, 6), st.floats(-1, 1.2), st.booleans(), st.booleans())
 @settings(max_examples=80, deadline=None)
 def test_partition_is_sound(z, k, tau, distinct, centres_join):
-    found = mctc.soft_clusters(z, k, tau, distinct=distinct, centres_join=centres_join)
-    assert set().union(*found.members) == set(range(len(z)))
-    assert 1 <= len(found.members) <= min(k, len(z))
-    assert all(c in s for c, s in zip(found.centres, found.members, strict=True))
-    assert len(set(found.centres)) == len(found.centres)
-    np.testing.assert_allclose(found.means, [z[list(s)].mean(axis=0) for s in found.members])
+    found = soft(z, k, tau, distinct=distinct, centres_join=centres_join)
+    centres = centres_of(z, k, tau, distinct=distinct)
+    assert set().union(*found) == set(range(len(z)))
+    assert 1 <= len(found) <= min(k, len(z))
+    assert all(c in s for c, s in zip(centres, found, strict=True))
+    assert len(set(centres)) == len(centres)
     sim, tau = mctc.similarity(z), round(tau, 9)
     if distinct:
-        assert all(sim[a, b] < min(tau, 1) for a in found.centres for b in found.centres if a != b)
+        assert all(sim[a, b] < min(tau, 1) for a in centres for b in centres if a != b)
     if not centres_join:
-        assert all(sum(c in s for s in found.members) == 1 for c in found.centres)
-    again = mctc.soft_clusters(z, k, tau, distinct=distinct, centres_join=centres_join)
-    assert again.members == found.members
+        assert all(sum(c in s for s in found) == 1 for c in centres)
+    again = soft(z, k, tau, distinct=distinct, centres_join=centres_join)
+    assert again == found
 
 
 def test_printed_rule_without_parallels_makes_k_clusters():
     z = mctc.embed(mctc.gram(updates_of(7, 6)))
     for k in range(1, 9):
-        assert len(mctc.soft_clusters(z, k, 0.2, **PAPER).members) == min(k, 6)
+        assert len(soft(z, k, 0.2, **PAPER)) == min(k, 6)
 
 
 @pytest.mark.parametrize("z", [at(30, 30, 30), 2 * at(10, 10)])
 def test_parallel_updates_are_one_cluster(z):
-    assert mctc.mctc(z).partition.members == (tuple(range(len(z))),)
-    assert mctc.soft_clusters(z, 1, 0.3).members == (tuple(range(len(z))),)
+    assert mctc.mctc(z).clusters == (tuple(range(len(z))),)
+    assert soft(z, 1, 0.3) == (tuple(range(len(z))),)
 
 
 def test_bad_input_is_refused_by_name():
     with pytest.raises(ValueError, match="client 1"):
-        mctc.soft_clusters(np.array([[1.0], [np.nan]]), 1, 0.5)
+        mctc.mctc(np.array([[1.0], [np.nan]]))
     with pytest.raises(ValueError, match="at least 1"):
-        mctc.soft_clusters(CIRCLE, 0, 0.5)
+        mctc.mctc(CIRCLE, n_clusters=0)
     with pytest.raises(ValueError, match="at least 1"):
         mctc.mctc(np.zeros((0, 2)))
 
@@ -334,10 +362,10 @@ def otsu_oracle(c):
 def test_otsu_agrees_with_the_definition(seed, n):
     sim = mctc.similarity(np.random.default_rng(seed).standard_normal((n, 3)))
     tau, eta = otsu_oracle(sim[np.triu_indices(n, 1)])
-    found = mctc.otsu(sim)
-    assert found.tau == tau
-    assert found.separability == pytest.approx(eta, rel=1e-6)
-    assert 0 <= found.separability <= 1
+    found, separability = mctc.otsu(sim)
+    assert found == tau
+    assert separability == pytest.approx(eta, rel=1e-6)
+    assert 0 <= separability <= 1
 
 
 def test_places_in_the_plane_reproduce_distances_of_directions_in_a_plane():
@@ -370,14 +398,14 @@ def test_without_a_direction_all_are_in_one_place():
 def test_separability_is_that_of_the_cut_that_is_used(pairs, tau, eta):
     sim = np.eye(4)
     sim[np.triu_indices(4, 1)] = pairs
-    found = mctc.otsu(sim)
-    assert found.tau == tau
-    assert found.separability == pytest.approx(eta, abs=5e-4)
+    found, separability = mctc.otsu(sim)
+    assert found == tau
+    assert separability == pytest.approx(eta, abs=5e-4)
 
 
 def test_otsu_without_a_cut():
     for z in (at(0), at(0, 50), at(0, 0, 0)):
-        assert mctc.otsu(mctc.similarity(z)) == mctc.Threshold(0.95, 0.0)
+        assert mctc.otsu(mctc.similarity(z)) == (0.95, 0.0)
 
 
 def test_separability_of_a_uniform_and_of_a_normal_distribution():
@@ -385,7 +413,7 @@ def test_separability_of_a_uniform_and_of_a_normal_distribution():
         n = 300
         sim = np.zeros((n, n))
         sim[np.triu_indices(n, 1)] = values(n * (n - 1) // 2)
-        return mctc.otsu(sim).separability
+        return mctc.otsu(sim)[1]
 
     rng = np.random.default_rng(0)
     assert spread(rng.random) == pytest.approx(0.75, abs=0.01)
@@ -395,39 +423,38 @@ def test_separability_of_a_uniform_and_of_a_normal_distribution():
 # ------------------------------------------------------------------------------------------------------- validation
 
 
-def test_a_valid_partition_is_accepted_at_once():
+def test_a_valid_partition_is_accepted_at_once(tries):
     found = mctc.mctc(CIRCLE, n_clusters=2, tau=0.8)
-    assert found.partition.members == ((0, 1, 4), (2, 3))
+    assert found.clusters == ((0, 1, 4), (2, 3))
     assert found.separability is None
-    assert [(t.n_clusters, t.tau, t.accepted) for t in found.tries] == [(2, 0.8, True)]
+    assert tries == [(2, 0.8)]
 
 
-def test_nearly_coinciding_updates_fall_back_to_one_cluster():
+def test_nearly_coinciding_updates_fall_back_to_one_cluster(tries):
     z = at(0, 5, 9, 14)
     found = mctc.mctc(z, n_clusters=3, tau=0.2, **PAPER)
-    assert found.partition.members == ((0, 1, 2, 3),)
-    assert [(t.n_clusters, t.tau) for t in found.tries] == [
-        (k, tau) for k in (3, 2) for tau in (0.2, 0.25, 0.3, 0.35, 0.4)
-    ] + [(1, 0.2)]
-    assert [t.accepted for t in found.tries] == [False] * 10 + [True]
+    assert found.clusters == ((0, 1, 2, 3),)
+    assert tries == [(k, tau) for k in (3, 2) for tau in (0.2, 0.25, 0.3, 0.35, 0.4)] + [(1, 0.2)]
 
 
-def test_tau_rises_to_its_limit_only():
-    found = mctc.mctc(at(0, 5, 9, 14), n_clusters=2, tau=0.88, **PAPER)
-    assert [t.tau for t in found.tries] == [0.88, 0.93, 0.95, 0.88]
-    found = mctc.mctc(at(0, 5, 9, 14), n_clusters=2, tau=0.97, **PAPER)
-    assert [t.tau for t in found.tries] == [0.97, 0.97]
+def test_tau_rises_to_its_limit_only(tries):
+    mctc.mctc(at(0, 5, 9, 14), n_clusters=2, tau=0.88, **PAPER)
+    mctc.mctc(at(0, 5, 9, 14), n_clusters=2, tau=0.97, **PAPER)
+    assert [tau for _, tau in tries] == [0.88, 0.93, 0.95, 0.88, 0.97, 0.97]
 
 
 @given(embeddings, st.integers(1, 6), st.booleans())
 @settings(max_examples=60, deadline=None)
 def test_validation_ends_and_its_result_is_valid(z, k, distinct):
-    found = mctc.mctc(z, n_clusters=k, distinct=distinct)
-    assert len(found.tries) <= 5 * k
-    assert len(found.partition.members) == 1 or found.partition.mean_cosine <= 0.9
-    assert [t.accepted for t in found.tries] == [False] * (len(found.tries) - 1) + [True]
-    fresh = mctc.soft_clusters(z, found.tries[-1].n_clusters, found.tau, distinct=distinct)
-    assert fresh.members == found.partition.members  # nothing of a refused try survives
+    with pytest.MonkeyPatch.context() as patch:
+        tries = recorded(patch)
+        found = mctc.mctc(z, n_clusters=k, distinct=distinct)
+    assert len(tries) <= 5 * k
+    refused = [soft(z, *each, distinct=distinct) for each in tries[:-1]]
+    assert all(len(members) > 1 and mean_cosine(z, members) > 0.9 for members in refused)
+    assert len(found.clusters) == 1 or mean_cosine(z, found.clusters) <= 0.9
+    assert soft(z, *tries[-1], distinct=distinct) == found.clusters  # nothing of a refused try survives
+    assert found.tau == tries[-1][1]
 
 
 def test_planted_groups_are_found():
@@ -437,7 +464,7 @@ def test_planted_groups_are_found():
     updates = (common + 2 * own[groups] + 0.7 * rng.standard_normal((16, 500))).astype(np.float32)
     found = mctc.mctc(mctc.embed(mctc.gram(updates)))
     assert found.separability >= 0.9
-    labels = [[k for k, s in enumerate(found.partition.members) if i in s] for i in range(16)]
+    labels = [[k for k, s in enumerate(found.clusters) if i in s] for i in range(16)]
     assert adjusted_rand_score(groups, [x[0] for x in labels]) == 1.0
     assert all(len(x) == 1 for x in labels)
 
@@ -446,23 +473,24 @@ def test_planted_groups_are_found():
 
 
 def test_attach_takes_all_close_clusters_or_the_nearest():
-    found = mctc.soft_clusters(CIRCLE, 2, 0.75)
-    before = found.means.copy()
-    assert mctc.attach(at(0, 50, 180), found.means, 0.75) == ((0,), (0, 1), (1,))
-    np.testing.assert_array_equal(found.means, before)
+    found = soft(CIRCLE, 2, 0.75)
+    means = mctc.means_of(CIRCLE, found)
+    before = means.copy()
+    assert mctc.attach(at(0, 50, 180), means, 0.75) == ((0,), (0, 1), (1,))
+    np.testing.assert_array_equal(means, before)
 
 
 def test_a_client_that_sat_out_changes_no_centre():
     updates = updates_of(9, 7)
-    alone = mctc.soft_clusters(mctc.embed(mctc.gram(updates[:6])), 2, 0.1)
+    own = mctc.embed(mctc.gram(updates[:6]))
+    alone = soft(own, 2, 0.1)
     z = mctc.embed(mctc.gram(updates))  # its stored unit update is in the basis, not in the clusters
-    together = mctc.soft_clusters(z[:6], 2, 0.1)
-    assert together.members == alone.members
-    np.testing.assert_allclose(
-        mctc.cosines(together.means, together.means), mctc.cosines(alone.means, alone.means), atol=1e-8
-    )
-    (clusters,) = mctc.attach(z[6:], together.means, 0.1)
-    close = mctc.cosines(z[6:], together.means)[0]
+    together = soft(z[:6], 2, 0.1)
+    assert together == alone
+    means, of_own = mctc.means_of(z, together), mctc.means_of(own, alone)
+    np.testing.assert_allclose(mctc.cosines(means, means), mctc.cosines(of_own, of_own), atol=1e-8)
+    (clusters,) = mctc.attach(z[6:], means, 0.1)
+    close = mctc.cosines(z[6:], means)[0]
     assert clusters == tuple(np.flatnonzero(close >= 0.1)) or clusters == (int(np.argmax(close)),)
 
 
@@ -504,7 +532,7 @@ def test_with_overlapping_groups_it_finds_the_overlap_that_k_means_cannot(seed) 
     z = mctc.embedding(updates)
     found = mctc.mctc(z, n_clusters=2, tau=0.5)
     truth = {frozenset(i for i, of in enumerate(belongs) if k in of) for k in (0, 1)}
-    assert {frozenset(cluster) for cluster in found.partition.members} == truth
+    assert {frozenset(cluster) for cluster in found.clusters} == truth
     hard = kmeans(z, n_clusters=2, rng=np.random.default_rng(seed))
     assert sum(map(len, hard)) == len(belongs)
 
@@ -526,7 +554,7 @@ def test_experts_of_overlapping_groups_fit_their_clients_better_than_k_means(see
 @given(arrays(np.float64, (9, 4), elements=st.floats(-1, 1, width=32)), st.integers(1, 6), st.permutations(range(9)))
 def test_a_partition_leaves_each_client_in_its_nearest_cluster(rows, n_clusters, order) -> None:
     z = mctc.embedding(rows)
-    found = mctc.mctc(z, n_clusters=n_clusters, tau=0.3).partition.members
+    found = mctc.mctc(z, n_clusters=n_clusters, tau=0.3).clusters
     parts = mctc.parted(z, found)
     assert sorted(i for part in parts for i in part) == list(range(9))
     assert len(parts) <= len(found)

@@ -59,7 +59,7 @@ async def test_the_experts_are_the_means_of_their_members_models(tmp_path) -> No
         np.testing.assert_allclose(fleet.get(expert, layout).params, expected, atol=1e-6)
     z = mctc.embed(mctc.gram(np.stack([models[i] - start for i in updates]).astype(np.float32)))
     found = mctc.mctc(z)
-    assert after.clusters.members == tuple(tuple(list(updates)[i] for i in c) for c in found.partition.members)
+    assert after.clusters.members == tuple(tuple(list(updates)[i] for i in c) for c in found.clusters)
 
 
 async def test_clusters_are_frozen_after_three_rounds_and_the_paper_makes_them_each_round(tmp_path) -> None:
