@@ -17,7 +17,7 @@ from deploy.examination import Limits, allowed_ms
 from deploy.quality import MAX_COMPARED, Paired
 from deploy.runtime import Prediction, Runtime, load_update
 from deploy.slots import Slots
-from fedge.bundle import MARKED, Reference, digest_in
+from fedge.bundle import Reference, digest_in
 from fedge.errors import ConfigError, FedgeError, StoreError, UpdateRejected
 from fedge.messages import Outliers, Quality
 
@@ -83,10 +83,9 @@ class Answering:
 
     @property
     def outliers(self) -> Outliers | None:
-        """What the bundle in service was asked about; None: it has no reference, or marked samples shaped it."""
+        """What the bundle in service was asked about; None: it has no reference."""
         with self._lock:
-            manifest = self._runtime.manifest
-            return None if self._drift is None or manifest.metrics.get(MARKED, 1) else self._outliers
+            return None if self._drift is None else self._outliers
 
     @property
     def drifted(self) -> bool:

@@ -630,13 +630,14 @@ class Link:
         concerned = rollout is not None and (situation.takes_part or situation.announced == situation.running)
         outcome = self._outcome
         signed = {*outcome.signed, situation.announced}
+        by_rollout = runtime.digest in signed
         measured = outcome.digest == (situation.announced if concerned else situation.running)
         return Health(
             device_id=self._id,
             at=time.time(),
             phase=phase,
             release=runtime.manifest.release,
-            bundle_digest=runtime.digest if runtime.digest in signed else None,
+            bundle_digest=runtime.digest if by_rollout else None,
             rollout=rollout.id if concerned and rollout is not None else outcome.rollout,
             reason=(reason or self._distrusted)[:1000],
             before=outcome.before if measured and outcome.against in signed else None,
@@ -645,7 +646,7 @@ class Link:
             n_predictions=self._answering.n_predictions,
             n_failed=self._answering.n_failed,
             drift=self._answering.drifted,
-            outliers=self._answering.outliers,
+            outliers=self._answering.outliers if by_rollout else None,
         )
 
     async def report(self) -> None:

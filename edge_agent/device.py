@@ -23,7 +23,7 @@ import numpy as np
 from msgspec import Struct
 
 from fedge import weights
-from fedge.bundle import MARKED, digest_in
+from fedge.bundle import digest_in
 from fedge.errors import MALFORMED, DamagedError, FedgeError, ProtocolError, TransportError
 from fedge.files import highest_release, remove_unread, write_atomically
 from fedge.messages import BlobRef, Codec, Order, Why
@@ -317,17 +317,16 @@ class Device:
         from export import write_bundle
 
         release, data = self.release(), self.data
-        marked = {MARKED: 1.0} if data.any_sensitive else {}
         info = write_bundle(
             self.host.home / "bundles" / str(release),
             task=self.task,
             layout=self.layout,
             mixture=made,
             validation=data.x_val,
-            compared=data.shared_validation[0] if marked else None,
+            compared=data.shared_validation[0] if data.any_sensitive else None,
             release=release,
             method=method,
-            metrics={**metrics, **marked},
+            metrics=metrics,
         )
         prune_bundles(self.host.home)
         return info

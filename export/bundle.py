@@ -19,7 +19,6 @@ from export.pool import Pool, expected, pool_parts, pool_skeleton
 from fedge.bundle import (
     BRANCH,
     MANIFEST,
-    MARKED,
     OUTLIER_BELOW,
     SKELETON,
     CandidateInfo,
@@ -206,8 +205,7 @@ def _manifest(
         fusion=fusion,
         pool=pool or UNSET,
         reference=found.yardstick[0] if found.yardstick else UNSET,
-        metrics={MARKED: 0.0}
-        | {name: float(value) for name, value in metrics.items()}
+        metrics={name: float(value) for name, value in metrics.items()}
         | ({OUTLIER_BELOW: found.yardstick[1]} if found.yardstick else {}),
         max_abs_diff=found.difference,
     )

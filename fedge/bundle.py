@@ -52,9 +52,6 @@ LOGITS: Final = "logits"
 OUTPUTS: Final = ("probabilities", "weights", "energies")
 OUTLIER_BELOW: Final = "outlier_below"
 """Metric: a sample of smaller free energy is flagged as out of distribution."""
-MARKED: Final = "marked"
-"""Metric: 1 if samples marked sensitive shaped the bundle, otherwise 0. At 1, or without it (older bundles), nothing
-that depends on the bundle is counted for others."""
 MAX_MANIFEST_BYTES: Final = 1 << 20
 MAX_SKELETON_BYTES: Final = 1 << 26
 MAX_INT8_BYTES: Final = 1 << 30
@@ -141,8 +138,8 @@ class Reference(_Part, frozen=True, kw_only=True):
 class Manifest(_Part, frozen=True, kw_only=True):
     """All of a bundle except its weights.
 
-    `metrics` are figures for people, and `OUTLIER_BELOW` and `MARKED`, since a runtime of fedge 0.1 refuses unknown
-    fields but reads any metric. `max_abs_diff` is the largest difference of a probability between torch and ONNX
+    `metrics` are figures for people, and `OUTLIER_BELOW`, since a runtime of fedge 0.1 refuses unknown fields but reads
+    any metric. `max_abs_diff` is the largest difference of a probability between torch and ONNX
     Runtime at the time of writing.
     """
 

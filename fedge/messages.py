@@ -373,7 +373,7 @@ class Health(_Message, frozen=True, kw_only=True, omit_defaults=True, tag="healt
     n_predictions: Count = 0  # since the process started
     n_failed: Count = 0
     drift: bool = False  # energies or gate have left the bundle's reference
-    outliers: Outliers | None = None  # None: not told, since marked samples shaped the bundle, or it has no reference
+    outliers: Outliers | None = None  # only for a bundle from a rollout, if it has a reference
 
 
 Message = Status | Context | Order | Report | Ack | Beacon | Want | Rollout | Announcement | Health

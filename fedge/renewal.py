@@ -29,6 +29,10 @@ log = logging.getLogger("fedge.renewal")
 
 LOOK_S: Final = 6 * 3600.0
 """Pause between two looks at the certificate's dates."""
+CHECK_RULES: Final = (
+    "the broker lets this device hear of no new certificate, so the present one will expire: its rules are of an "
+    "earlier version; run `fedge provision broker` again where the broker is"
+)
 MAX_BYTES: Final = 10_000
 """Of a certificate; ours have 900."""
 
@@ -43,12 +47,14 @@ class Renewal:
         self._transport = transport
         self._topics = topics
         self._device_id = device_id
+        self._refused = False
 
     async def attach(self) -> None:
         """Request on each connection and listen for answers; no effect without a certificate by `fedge provision`."""
         if self._transport.settings.cert_file is None or self._own() is None:
             return
-        await self._transport.subscribe(self._topics.agent(self._device_id, "certificate"), self._take)
+        answers = self._topics.agent(self._device_id, "certificate")
+        await self._transport.subscribe(answers, self._take, refused=self._note_refusal)
         self._transport.on_connect(self._ask)
 
     def _own(self) -> x509.Certificate | None:
@@ -85,6 +91,12 @@ class Renewal:
             yield
         except (ConfigError, StoreError, TransportError, ValueError) as error:
             log.error("event=not_renewed device=%s reason=%r", self._device_id, str(error))  # noqa: TRY400
+
+    def _note_refusal(self, reason: str) -> None:
+        """Say once what to do about a broker whose rules are older than renewal, and go on without it."""
+        if not self._refused:
+            log.error("event=not_renewed device=%s reason=%r check=%r", self._device_id, reason, CHECK_RULES)
+        self._refused = True
 
     async def _take(self, inbound: Inbound) -> None:
         """Keep a received certificate if it is ours and valid for longer than the present one."""

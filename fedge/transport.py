@@ -270,8 +270,15 @@ class _Delivery:
 class _Subscription:
     """A topic filter, its handler, and a bounded queue of messages."""
 
-    def __init__(self, topic_filter: str, handler: Handler, drained: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        topic_filter: str,
+        handler: Handler,
+        drained: Callable[[int], None],
+        refused: Callable[[str], None] | None = None,
+    ) -> None:
         self.topic_filter = topic_filter
+        self.refused = refused
         self.held_bytes = 0
         self._levels = unshared(topic_filter).split("/")
         self._handler = handler
@@ -788,8 +795,13 @@ class Transport:
             connection = await self._connect(patient=True)
 
     async def _take_into_service(self, connection: _Connection) -> None:
-        for topic_filter in tuple(self._subscriptions):
-            await connection.subscribe(topic_filter)
+        for topic_filter, subscription in tuple(self._subscriptions.items()):
+            try:
+                await connection.subscribe(topic_filter)
+            except TransportError as error:
+                if subscription.refused is None:
+                    raise
+                subscription.refused(str(error))
         if connection.closed.done():
             return
         self._online.set()
@@ -924,7 +936,9 @@ class Transport:
 
     # ----------------------------------------------------------------------------------------------- inwards
 
-    async def subscribe(self, topic_filter: str, handler: Handler) -> None:
+    async def subscribe(
+        self, topic_filter: str, handler: Handler, *, refused: Callable[[str], None] | None = None
+    ) -> None:
         """Have `handler` awaited for each matching message, one at a time and in order.
 
         A shared filter ($share/GROUP/FILTER) is used without its group if the broker does not support groups.
@@ -932,7 +946,8 @@ class Transport:
         A message is acknowledged when its handler returns, so a slow handler holds the broker back (at most `IN_WINDOW`
         messages of all subscriptions are open). A handler must therefore not wait for another inbound message, such as
         a whole transfer, but start a task for it. It may publish. Returns when the broker has granted it; before the
-        transport is entered, at once (granted while connecting).
+        transport is entered, at once (granted while connecting; a filter that is refused then ends the transport,
+        unless `refused` takes the reason).
 
         Raises:
             TransportError: the broker refused the filter.
@@ -940,7 +955,7 @@ class Transport:
         """
         if topic_filter in self._subscriptions:
             raise ValueError(f"{topic_filter} is already subscribed to")
-        subscription = self._subscriptions[topic_filter] = _Subscription(topic_filter, handler, self._drained)
+        subscription = self._subscriptions[topic_filter] = _Subscription(topic_filter, handler, self._drained, refused)
         if not _is_found(topic_filter):
             self._patterns.append(subscription)
         if self._supervisor is None:

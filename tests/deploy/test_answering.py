@@ -13,7 +13,7 @@ from deploy.answering import LATENCY_WINDOW, MAX_FAILED, Answering
 from deploy.engines import How
 from deploy.examination import Limits
 from deploy.slots import MAX_STARTS, Slots
-from fedge.bundle import MARKED, read
+from fedge.bundle import read
 from fedge.errors import ConfigError, StoreError, UpdateRejected
 from fedge.messages import Outliers
 
@@ -344,16 +344,14 @@ def test_with_nothing_to_go_back_to_it_goes_on(slots, x):
     answering.answer(x)
 
 
-def test_outliers_are_counted_by_bundle_and_not_told_where_marked_samples_shaped_it(slots, tmp_path, x):
+def test_outliers_are_counted_by_bundle(slots, tmp_path, x):
     names = ("free_energy_mean", "free_energy_std", "gate_entropy_mean", "gate_entropy_std", "outlier_above")
     usual = {"n": 10, **dict.fromkeys(names, 1e9)}
     strange = usual | {"outlier_above": -1e9}
     for release, changes, told in (
-        (4, {"reference": strange, "metrics": {MARKED: 0.0}}, Outliers(seen=2, flagged=2)),
-        (5, {"reference": usual, "metrics": {MARKED: 0.0}}, Outliers(seen=2, flagged=0)),
-        (6, {"reference": strange, "metrics": {MARKED: 1.0}}, None),
-        (7, {"reference": strange, "metrics": {}}, None),  # made before bundles said so
-        (8, {"metrics": {MARKED: 0.0}}, None),
+        (4, {"reference": strange}, Outliers(seen=2, flagged=2)),
+        (5, {"reference": usual}, Outliers(seen=2, flagged=0)),
+        (6, {}, None),
     ):
         put(slots, variant(tmp_path / str(release), release=release, **changes))
         slots.confirm()

@@ -107,7 +107,7 @@ def test_the_manifest_says_what_was_written(tmp_path):
     info = write_images(tmp_path / "1", layout, mixture, np.zeros((0, 2, 20, 28)), release=7)
     manifest = decode((tmp_path / "1" / MANIFEST).read_bytes())
     assert manifest.task == IMAGES
-    assert (manifest.release, manifest.method, manifest.metrics) == (7, "fedge", {"accuracy": 0.5, "marked": 0})
+    assert (manifest.release, manifest.method, manifest.metrics) == (7, "fedge", {"accuracy": 0.5})
     assert [c.role for c in manifest.candidates] == [Role.PRIVATE, Role.GLOBAL, Role.EXPERT]
     assert manifest.candidates[1].temperature == 1.4
     assert manifest.fusion.guard.candidate == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import datetime as dt
 import logging
+import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -142,6 +143,42 @@ async def test_a_broker_that_forbids_it_and_a_damaged_certificate_end_nothing(
         asking.cancel()
         await renewal._take(answer)
         file.write_bytes(b"\0")
+
+
+async def test_a_broker_that_refuses_to_tell_of_certificates_ends_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one with the rules of an earlier version: the other subscriptions stay, also on later connections."""
+    answers, connections = TOPICS.agent("cam1", "certificate"), 0
+
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        await reader.read(1000)
+        writer.write(bytes([0x20, 3, 0, 0, 0]))  # CONNACK
+        for _ in range(2):
+            packet = await reader.read(1000)
+            reason = 0x87 if answers.encode() in packet else 1
+            writer.write(bytes([0x90, 4, *packet[2:4], 0, reason]))  # SUBACK
+            await writer.drain()
+        if connections > 1:
+            await reader.read()
+        writer.close()
+
+    monkeypatch.setattr("fedge.transport.BACKOFF_BASE_S", 0.0)
+    authority = Authority(tmp_path / "f")
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    tls.load_cert_chain(authority.folder / "broker/own.crt", authority.folder / "broker/own.key")
+    server = await asyncio.start_server(refuse, "127.0.0.1", 0, ssl=tls)
+    files = {key: str(path) for key, path in authority.client("cam1").items()}
+    port = server.sockets[0].getsockname()[1]
+    one = Transport(BrokerSettings("127.0.0.1", port, **files), "one")  # type: ignore[arg-type]
+    await Renewal(one, TOPICS, "cam1").attach()
+    await one.subscribe("orders", lambda _: asyncio.sleep(0))
+    async with server, one:
+        await until(lambda: connections == 2 and one.connected)
+    assert caplog.text.count("event=not_renewed") == 1
+    assert "`fedge provision broker` again" in caplog.text
 
 
 async def test_a_device_that_asks_without_end_holds_up_no_renewal(authority: Authority) -> None:
