@@ -24,7 +24,7 @@ from deploy.engines import (
     ThreadsOption,
     how_of,
 )
-from deploy.runtime import Prediction, Runtime, load_as
+from deploy.runtime import Runtime, load_as
 from fedge import images, table
 from fedge.config import resolve, settings_options
 from fedge.errors import ConfigError
@@ -141,7 +141,7 @@ def _predict(runtime: Runtime, x: NDArray[Any], batch: int, repeat: int) -> Answ
         raise ConfigError("the input holds no sample")
     calls: list[float] = []
     for _ in range(repeat):
-        predictions = list(_batches(runtime, x, batch))
+        predictions = [runtime.predict(x[i : i + batch]) for i in range(0, len(x), batch)]
         calls.extend(prediction.latency_ms for prediction in predictions)
     return Answers(
         index=np.concatenate([p.class_index for p in predictions]),
@@ -150,11 +150,6 @@ def _predict(runtime: Runtime, x: NDArray[Any], batch: int, repeat: int) -> Answ
         energies=np.concatenate([p.energies for p in predictions]),
         calls_ms=np.array(calls),
     )
-
-
-def _batches(runtime: Runtime, x: NDArray[Any], batch: int) -> Iterator[Prediction]:
-    for start in range(0, len(x), batch):
-        yield runtime.predict(x[start : start + batch])
 
 
 def _by_class(task: TaskSpec, answers: Answers, y: NDArray[Any]) -> dict[str, tuple[int, float]]:

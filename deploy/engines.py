@@ -96,20 +96,18 @@ def how_of(runtime: EngineChoice, mode: Mode, threads: int, provider: str, provi
 
 
 class Engine(Protocol):
-    """Runs model inputs x (n, *input_shape): probabilities (n, C), weights (n, M), energies (n, M)."""
+    """Runs model inputs x (n, *input_shape): probabilities (n, C), weights (n, M), energies (n, M).
 
-    @property
-    def providers(self) -> tuple[str, ...]:
-        """Execution providers in use."""
-        ...
+    providers: execution providers in use.
+    """
+
+    providers: tuple[str, ...]
 
     def run(self, x: Floats) -> list[Floats]:
         """The outputs of `x`."""
-        ...
 
     def run_all(self, x: Floats) -> list[Floats]:
         """The outputs of `x` with nothing skipped; the engine's bounds stay unchanged."""
-        ...
 
 
 def chosen(bundle: Bundle, engine: EngineChoice) -> EngineName:
@@ -170,11 +168,7 @@ class Whole:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-
-    @property
-    def providers(self) -> tuple[str, ...]:
-        """Execution providers in use."""
-        return self._session.providers
+        self.providers = session.providers
 
     def run(self, x: Floats) -> list[Floats]:
         """The outputs of model inputs."""
@@ -197,11 +191,7 @@ class Separate:
         self._sessions = [sessions[candidate.part.digest] for candidate in bundle.manifest.candidates]
         self._how = how
         self._n_classes = bundle.manifest.task.n_classes
-
-    @property
-    def providers(self) -> tuple[str, ...]:
-        """Execution providers in use."""
-        return self._sessions[0].providers
+        self.providers = self._sessions[0].providers
 
     def run(self, x: Floats) -> list[Floats]:
         """The outputs of model inputs."""

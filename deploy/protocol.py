@@ -46,23 +46,16 @@ Shape = Annotated[tuple[Annotated[int, Meta(ge=0, le=2**31 - 1)], ...], Meta(min
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """A requested output."""
-
-    name: str
-    binary: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Request:
     """A parsed request. `x`: (n, ...) float32, finite, raw samples; or PNG and JPEG images, one per sample.
 
-    `label`: the true class name of a single sample, if the client knows it.
+    `outputs`: requested ones by name, and whether in binary. `label`: the true class name of a single sample, if the
+    client knows it.
     """
 
     id: str | None
     x: NDArray[np.float32] | tuple[bytes, ...]
-    outputs: tuple[Wanted, ...]
+    outputs: Mapping[str, bool]
     label: str | None = None
 
 
@@ -140,8 +133,8 @@ def decode(body: bytes, header_bytes: int | None = None) -> Request:
     return Request(request.id, _samples(request.inputs[0], tail), _wanted(request), label)
 
 
-def _wanted(request: _Request) -> tuple[Wanted, ...]:
-    """The requested outputs by name; all if none is named."""
+def _wanted(request: _Request) -> dict[str, bool]:
+    """The requested outputs, and whether in binary; all if none is named."""
     default = request.parameters.get("binary_data_output") is True
     asked = request.outputs or tuple(_OutputTensor(name) for name in OUTPUTS)
     names = [tensor.name for tensor in asked]
@@ -152,7 +145,7 @@ def _wanted(request: _Request) -> tuple[Wanted, ...]:
         raise ConfigError("an output is named twice; name each once")
     if any("classification" in tensor.parameters for tensor in asked):
         raise ConfigError("the parameter classification is not served; ask for the outputs class and class_name")
-    return tuple(Wanted(tensor.name, tensor.parameters.get("binary_data", default) is True) for tensor in asked)
+    return {tensor.name: tensor.parameters.get("binary_data", default) is True for tensor in asked}
 
 
 def _samples(tensor: _InputTensor, tail: bytes) -> NDArray[np.float32] | tuple[bytes, ...]:
@@ -269,12 +262,12 @@ def encode(name: str, manifest: Manifest, request: Request, prediction: Predicti
     """The response of a model to a request."""
     tensors: list[dict[str, Any]] = []
     tail: list[bytes] = []
-    for wanted in request.outputs:
-        output = OUTPUTS[wanted.name]
+    for key, binary in request.outputs.items():
+        output = OUTPUTS[key]
         values = output.values(prediction)
         shape = [len(values)] if output.datatype == "BYTES" else list(values.shape)
-        tensor = {"name": wanted.name, "datatype": output.datatype, "shape": shape}
-        if wanted.binary:
+        tensor = {"name": key, "datatype": output.datatype, "shape": shape}
+        if binary:
             tail.append(_binary(output.datatype, values))
             tensors.append(tensor | {"parameters": {"binary_data_size": len(tail[-1])}})
         else:

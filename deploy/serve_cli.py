@@ -29,7 +29,7 @@ from deploy.runtime import load_as
 from deploy.sensor import Sensor
 from deploy.server import Server
 from deploy.serving import Answers, Fixed, Served
-from deploy.slots import Slots, newest_in_inbox, owned
+from deploy.slots import newest_in_inbox, owned
 from fedge.background import INTERRUPTED, first_failure, on_signal
 from fedge.bundle import read
 from fedge.config import NAME, Name, Secret, resolve, settings_options
@@ -135,8 +135,8 @@ def serve(folders: tuple[str, ...], config: Path | None, as_json: bool, **flags:
     if settings.home is not None and not settings.home.is_dir():
         raise ConfigError(f"there is no {settings.home}; install a bundle with `fedge install --home HOME BUNDLE`")
     with contextlib.ExitStack() as held:
-        models = [] if settings.home is None else [_device(settings, None, settings.home, held)]
-        models += [_model(settings, *_named(folder), held) for folder in folders]
+        models = [] if settings.home is None else [_device(settings, None, settings.home, held, rules)]
+        models += [_model(settings, *_named(folder), held, rules) for folder in folders]
         names = [model.name for model in models]
         if twice := [name for name in names if names.count(name) > 1]:
             raise ConfigError(f"two models are called {twice[0]}; write NAME=FOLDER")
@@ -153,12 +153,11 @@ def serve(folders: tuple[str, ...], config: Path | None, as_json: bool, **flags:
 
 @dataclass(frozen=True, slots=True)
 class _Model:
-    """A model served under a name; for a device, with its home and slots."""
+    """A model served under a name. link: of a device, takes in bundles of its agent, `fedge install` and its fleet."""
 
     name: str
     answers: Answers
-    home: Path | None = None
-    slots: Slots | None = None
+    link: Link | None = None
 
 
 def _named(text: str) -> tuple[str | None, Path]:
@@ -173,23 +172,24 @@ def _how(settings: ServeSettings) -> How:
     return how_of(settings.runtime, settings.mode, settings.threads, settings.provider, settings.provider_options)
 
 
-def _model(settings: ServeSettings, name: str | None, folder: Path, held: contextlib.ExitStack) -> _Model:
+def _model(settings: ServeSettings, name: str | None, folder: Path, held: contextlib.ExitStack, rules: Rules) -> _Model:
     """A bundle, or the one installed in a home."""
     if (folder / "slots.json").exists() or (folder / "bundles").is_dir():
-        return _device(settings, name, folder, held)
+        return _device(settings, name, folder, held, rules)
     name = name or folder.resolve().name
     if re.match(NAME, name) is None:
         raise ConfigError(f"{name!r} is no name of a model (letters, digits, dot, dash, underscore): NAME={folder}")
     return _Model(name, Fixed(load_as(folder, _how(settings))))
 
 
-def _device(settings: ServeSettings, name: str | None, home: Path, held: contextlib.ExitStack) -> _Model:
+def _device(settings: ServeSettings, name: str | None, home: Path, held: contextlib.ExitStack, rules: Rules) -> _Model:
     """The bundle installed in a home, which is ours while `held` is."""
     slots = held.enter_context(owned(home))
     if slots.running is None and (first := newest_in_inbox(home, 0, slots.state.refused)) is not None:
         install_in(home, slots, read(first))
     answering = Answering(slots, Limits(), _how(settings))
-    return _Model(name or answering.runtime.task.name, answering, home, slots)
+    link = Link(settings.id or LOCAL, settings.federation or LOCAL, home, slots, answering, rules)
+    return _Model(name or answering.runtime.task.name, answering, link)
 
 
 async def _run(
@@ -229,21 +229,11 @@ async def _run(
         async with server:
             _say(server.url, served, as_json)
             ready()
-            links = [_link(model, settings, rules) for model in models]
-            beside = [link.follow() for link in links if link is not None]
+            beside = [model.link.follow() for model in models if model.link is not None]
             if settings.broker is not None:
-                beside.append(
-                    _on_broker(settings, settings.broker, served[0], links[0] if settings.home else None, rules)
-                )
+                link = models[0].link if settings.home else None
+                beside.append(_on_broker(settings, settings.broker, served[0], link, rules))
             await _until(stopped, beside)
-
-
-def _link(model: _Model, settings: ServeSettings, rules: Rules) -> Link | None:
-    """What takes in bundles of the agent, `fedge install` and, for --home, the fleet; None: the model never changes."""
-    if model.home is None or model.slots is None or not isinstance(model.answers, Answering):
-        return None
-    federation, name = settings.federation or LOCAL, settings.id or LOCAL
-    return Link(name, federation, model.home, model.slots, model.answers, rules)
 
 
 async def _until(stopped: asyncio.Event, beside: Sequence[Coroutine[None, None, None]]) -> None:

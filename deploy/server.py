@@ -142,7 +142,9 @@ class Server:
             talker = _HealthAlone(connection.transport)
             connection.limit(HEALTH_TIMEOUT_S, talker.turn_away)
             return talker
-        return _TurnedAway()
+        connection.transport.write(TOO_MANY)
+        connection.transport.close()
+        return asyncio.Protocol()
 
     def forget(self, connection: _Connection) -> None:
         """Remove a connection that has ended."""
@@ -432,12 +434,3 @@ class _HealthAlone(asyncio.Protocol):
         if not self._transport.is_closing():
             self._transport.write(words)
             self._transport.close()
-
-
-class _TurnedAway(asyncio.Protocol):
-    """A client beyond the limit."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        transport.write(TOO_MANY)
-        transport.close()

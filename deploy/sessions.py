@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import mmap
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -14,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedge.errors import ConfigError
+from fedge.files import cache_folder
 from fedge.ort import at_work, onnxruntime, session_options, wheels
 
 log = logging.getLogger("fedge.deploy")
@@ -72,8 +72,7 @@ def chains(provider: str = "auto", options: Mapping[str, str] | None = None) -> 
 
 def _cached(options: dict[str, str]) -> dict[str, str]:
     """Options by which TensorRT keeps what it builds for minutes, below the user's folder for such things."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fedge" / "tensorrt"
-    given = {"trt_engine_cache_enable": "1", "trt_engine_cache_path": str(cache)} | options
+    given = {"trt_engine_cache_enable": "1", "trt_engine_cache_path": str(cache_folder("tensorrt"))} | options
     try:
         Path(given["trt_engine_cache_path"]).mkdir(parents=True, exist_ok=True)
     except OSError as error:

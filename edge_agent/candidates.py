@@ -11,10 +11,9 @@ import numpy as np
 from msgspec import Struct
 
 from edge_agent import mixture, private_model
-from edge_agent.device import FailedError
+from edge_agent.device import FailedError, decoded
 from edge_agent.evaluation import logits, shared_prior
 from edge_agent.private_model import Samples
-from fedge.errors import DamagedError
 from fedge.fusion import Array, calibrated, raw_energies, standardised
 from fedge.messages import Role
 from fedge.sgd import Sgd
@@ -114,15 +113,12 @@ def fitted_on(device: Device) -> Fitted:
 
     Raises:
         FailedError: there are none.
-        StoreError: it cannot be read.
+        DamagedError: they are damaged.
     """
     data = device.files.read(CANDIDATES)
     if data is None:
         raise FailedError("no candidates: fit_candidates was not done here")
-    try:
-        return msgspec.msgpack.decode(data, type=Fitted)
-    except msgspec.DecodeError as error:
-        raise DamagedError(f"the candidates cannot be read: {error}") from error
+    return decoded(data, Fitted)
 
 
 def candidates(

@@ -16,7 +16,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
 import numpy as np
@@ -47,6 +47,7 @@ KEPT_BUNDLES: Final = 3
 """Bundles of the device's own that stay in HOME/bundles."""
 PERSONAL: Final = "personal"
 """Name of the files in which a training step keeps what stays on the device."""
+T = TypeVar("T")
 Fetch = Callable[[BlobRef], bytes]
 Source = Callable[[int], bytes]
 """n -> n random bytes."""
@@ -282,7 +283,7 @@ class Device:
     def may_share_kept(self) -> bool:
         """Whether what was kept last may leave the device, if its owner agrees."""
         data = self.files.read(PERSONAL)
-        return data is not None and kept_of(data).shareable
+        return data is not None and decoded(data, Kept).shareable
 
     def kept(self, step: str, layout: Layout, *, before: int | None = None) -> Tensors | None:
         """What a training step of this name kept last, up to this round or before another; None: nothing.
@@ -295,7 +296,7 @@ class Device:
         data = self.files.read(PERSONAL, before=before)
         if data is None:
             return None
-        found = kept_of(data)
+        found = decoded(data, Kept)
         if found.step != step:
             raise FailedError(f"step {found.step} kept something here, the order speaks of {step}")
         tensors = from_bytes(found.tensors)
@@ -371,14 +372,14 @@ def overlay(steps: Steps, step: str, model: Model, kept: Tensors, layout: Layout
     return result
 
 
-def kept_of(data: bytes) -> Kept:
-    """The content of a file written by `Device.keep`.
+def decoded(data: bytes, kind: type[T]) -> T:
+    """A struct of this kind that a step kept in `Device.files`, as MessagePack.
 
     Raises:
-        StoreError: it is damaged.
+        DamagedError: it is damaged.
     """
     try:
-        return msgspec.msgpack.decode(data, type=Kept)
+        return msgspec.msgpack.decode(data, type=kind)
     except msgspec.DecodeError as error:
         raise DamagedError(f"what was kept for later rounds cannot be read: {error}") from error
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -25,8 +24,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from msgspec import Struct
 
 from edge_agent.device import Device, FailedError
-from fedge.errors import DamagedError
-from fedge.files import write_atomically
+from fedge.files import read_lasting, write_atomically
 from fedge.masking import Roster, read_roster
 from fedge.messages import BlobRef
 
@@ -65,21 +63,13 @@ class Session:
         self._run = device.lasting / "masking" / device.order.run
         self._folder = self._run / f"{device.order.round}.{name}"
 
-    def _read(self, path: Path, kind: type[T]) -> T | None:
-        try:
-            return msgspec.msgpack.decode(path.read_bytes(), type=kind)
-        except FileNotFoundError:
-            return None
-        except (OSError, msgspec.DecodeError) as error:
-            raise DamagedError(f"{path} cannot be read: {error}") from error
-
     def read(self, kind: type[T]) -> T | None:
         """The stored value of this kind; None: nothing.
 
         Raises:
             StoreError: it cannot be read.
         """
-        return self._read(self._folder / kind.__name__.lower(), kind)
+        return read_lasting(self._folder / kind.__name__.lower(), msgspec.msgpack.Decoder(kind).decode)
 
     def keep(self, value: Struct) -> None:
         """Store a value durably."""
@@ -142,7 +132,7 @@ class Session:
 
     def sums(self) -> list[tuple[str, ...]]:
         """The devices of each sum of the run opened here."""
-        return self._read(self._run / "sums", list[tuple[str, ...]]) or []
+        return read_lasting(self._run / "sums", msgspec.msgpack.Decoder(list[tuple[str, ...]]).decode) or []
 
     def opened(self, devices: Sequence[str]) -> None:
         """Record a sum durably."""

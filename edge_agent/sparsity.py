@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedge.divergence import divergence
-from fedge.errors import MALFORMED, ConfigError, DamagedError
-from fedge.files import write_atomically
+from fedge.errors import ConfigError
+from fedge.files import read_lasting, write_atomically
 from fedge.models.training import CHUNK, CPU, tensor
 
 log = logging.getLogger("fedge.worker")
@@ -99,7 +99,7 @@ def with_noise(found: SparsityProfile, n: int, *, sigma: float, home: Path) -> S
         StoreError: the noise cannot be read or kept.
     """
     path = home / NOISE_FILE
-    kept = _read(path)
+    kept = read_lasting(path, msgspec.json.Decoder(Noise).decode)
     if kept is None:
         kept = Noise(seed=secrets.randbits(63), sigma=sigma)
         write_atomically(path, msgspec.json.encode(kept))
@@ -112,23 +112,14 @@ def with_noise(found: SparsityProfile, n: int, *, sigma: float, home: Path) -> S
     return SparsityProfile(shares=np.clip(found.shares + z, 0.0, 1.0), halves=None)
 
 
-def epsilon(n: int, q: int, sigma: float, *, delta: float = DELTA) -> float:
-    """Eps of the Gaussian rule for one of n samples: sqrt(q)/n * sqrt(2 ln(1.25/delta)) / sigma; valid for eps <= 1.
+def epsilon(n: int, q: int, sigma: float) -> float:
+    """Eps of the Gaussian rule for one of n samples: sqrt(q)/n * sqrt(2 ln(1.25/DELTA)) / sigma; valid for eps <= 1.
 
     Example:
         >>> round(epsilon(2000, 64, 0.05), 2), round(epsilon(30, 64, 0.05), 1)
         (0.39, 25.8)
     """
-    return math.sqrt(q) / n * math.sqrt(2 * math.log(1.25 / delta)) / sigma
-
-
-def _read(path: Path) -> Noise | None:
-    if not path.exists():
-        return None
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Noise)
-    except (OSError, *MALFORMED) as error:
-        raise DamagedError(f"{path} cannot be read: {error}") from error
+    return math.sqrt(q) / n * math.sqrt(2 * math.log(1.25 / DELTA)) / sigma
 
 
 def last_activation(module: nn.Module, x: Tensor) -> nn.Module:

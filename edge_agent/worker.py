@@ -16,10 +16,11 @@ from edge_agent.device import (
     FailedError,
     Fetch,
     Host,
+    Kept,
     Source,
     Unpacked,
+    decoded,
     failed,
-    kept_of,
     newest,
     overlay,
     secret,
@@ -210,5 +211,5 @@ class Worker:
             return model
         from fedge.tensors import from_bytes
 
-        kept = kept_of(data)
+        kept = decoded(data, Kept)
         return overlay(self._steps, kept.step, model, from_bytes(kept.tensors), self.network.layout)

@@ -24,7 +24,7 @@ import numpy as np
 
 from fedge.bundle import INPUT, LOGITS
 from fedge.errors import ConfigError, StoreError
-from fedge.files import write_atomically
+from fedge.files import cache_folder, write_atomically
 from fedge.task import TaskSpec
 
 if TYPE_CHECKING:
@@ -65,11 +65,6 @@ def branch(task: TaskSpec) -> onnx.ModelProto:
     return onnx.load_from_string(_known[key])
 
 
-def cache_folder() -> Path:
-    """The graph cache: $XDG_CACHE_HOME/fedge/graphs, or the same below ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedge" / "graphs"
-
-
 def _key(task: TaskSpec, module: torch.nn.Module) -> str:
     """A key of everything the graph depends on: the task, the layers, their code, the exporter's versions."""
     import onnx
@@ -92,7 +87,7 @@ def _source(kind: type) -> str:
 @contextmanager
 def _cached(key: str) -> Iterator[Path]:
     """The cache file of a graph, locked against other processes if the folder is writable."""
-    folder = cache_folder()
+    folder = cache_folder("graphs")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / f"{key}.lock").open("w")

@@ -22,7 +22,6 @@ import socket
 import sys
 import tempfile
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Self
 
 import click
@@ -126,9 +125,7 @@ class LocalBroker:
             raise
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
     async def start(self) -> None:

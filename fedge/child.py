@@ -18,7 +18,6 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from threading import Lock
-from types import TracebackType
 from typing import Any, Final, Self, TypeVar, get_type_hints
 
 import msgspec
@@ -81,9 +80,7 @@ class Child:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property

@@ -19,7 +19,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from fedge.errors import MALFORMED, ConfigError, StoreError
+from fedge.errors import MALFORMED, ConfigError, DamagedError, StoreError
 from fedge.tensors import digest_of
 from fedge.text import nearest
 
@@ -127,6 +127,25 @@ def read_kept(path: Path, decode: Callable[[bytes], T]) -> T | None:
             raise StoreError(f"cannot read {path}: {error}") from error
         put_aside(path, error)
     return None
+
+
+def read_lasting(path: Path, decode: Callable[[bytes], T]) -> T | None:
+    """The content of a file that cannot be made anew; None: there is none.
+
+    Raises:
+        DamagedError: it cannot be read.
+    """
+    try:
+        return decode(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, *MALFORMED) as error:
+        raise DamagedError(f"{path} cannot be read: {error}") from error
+
+
+def cache_folder(name: str) -> Path:
+    """The user's folder for what can be made anew: $XDG_CACHE_HOME/fedge/NAME, or the same below ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fedge" / name
 
 
 def put_aside(path: Path, error: Exception) -> None:

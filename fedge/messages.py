@@ -20,6 +20,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from fedge.errors import MALFORMED, ProtocolError
+from fedge.text import Worded
 
 MAX_MESSAGE_BYTES: Final = 60 * 1024
 """No message (chunks of tensors are not messages) is larger: it fits a 64 KiB packet with its topic."""
@@ -190,62 +191,33 @@ class Outcome(StrEnum):
     UNSUPPORTED = "unsupported"  # step unknown, or not in this version
 
 
-class Why(StrEnum):
+class Why(Worded):
     """Why there is no result: all that a device reveals of it. The rest stays in its own log."""
 
-    NO_DATA = "no-data"
-    NO_TRAINING = "no-training"
-    NOT_ALLOWED = "not-allowed"
-    LEARNED_FROM_ALL = "learned-from-all"
-    NOTHING_KEPT = "nothing-kept"
-    DISK = "disk"
-    MEMORY = "memory"
-    HOT = "hot"
-    BATTERY = "battery"
-    BUDGET = "budget"
-    OTHER_TASK = "other-task"
-    TOO_FEW = "too-few"
-    STRANGERS = "strangers"
-    UNREACHABLE = "unreachable"
-    MALFORMED = "malformed"
-    NOT_FINITE = "not-finite"
-    UNFIT = "unfit"
-    ERROR = "error"
-    UNKNOWN_STEP = "unknown-step"
-    OTHER = "other"
+    NO_DATA = "no-data", "it has no samples that it may use for this"
+    NO_TRAINING = "no-training", "it does not train"
+    NOT_ALLOWED = "not-allowed", "its owner does not allow it"
+    LEARNED_FROM_ALL = "learned-from-all", "what it keeps has learned from all of its samples, and stays there"
+    NOTHING_KEPT = "nothing-kept", "it keeps nothing of this run"
+    DISK = "disk", "its disk has no room for the models"
+    MEMORY = "memory", "it has too little free memory"
+    HOT = "hot", "it is too hot"
+    BATTERY = "battery", "its battery is too low"
+    BUDGET = "budget", "its privacy budget is spent, or does not allow this"
+    OTHER_TASK = "other-task", "it has another task"
+    TOO_FEW = "too-few", "the masked sum would cover too few devices, or differ by too few from an earlier one"
+    STRANGERS = "strangers", "no member of the federation vouches for a device of its masked sum"
+    UNREACHABLE = "unreachable", "it cannot fetch a model"
+    MALFORMED = "malformed", "it cannot read the order or a model in it"
+    NOT_FINITE = "not-finite", "training diverged, or a model in the order is not finite"
+    UNFIT = "unfit", "the order does not fit what the device has"
+    ERROR = "error", "its own code failed"
+    UNKNOWN_STEP = "unknown-step", "it does not know the step in this version"
+    OTHER = "other", "for a reason that this fedge does not know"
 
     @classmethod
     def _missing_(cls, value: object) -> Why | None:
         return cls.OTHER if isinstance(value, str) else None  # from a newer fedge
-
-    @property
-    def words(self) -> str:
-        """For people."""
-        return _WORDS[self]
-
-
-_WORDS: Final = {
-    Why.NO_DATA: "it has no samples that may be used for this",
-    Why.NO_TRAINING: "it does not train",
-    Why.NOT_ALLOWED: "its owner does not allow it",
-    Why.LEARNED_FROM_ALL: "what it keeps has learned from all of its samples, and stays there",
-    Why.NOTHING_KEPT: "it keeps nothing of this run",
-    Why.DISK: "its disk has no room for the models",
-    Why.MEMORY: "it has too little free memory",
-    Why.HOT: "it is too hot",
-    Why.BATTERY: "its battery is too low",
-    Why.BUDGET: "its privacy budget is spent, or does not allow this",
-    Why.OTHER_TASK: "its task is another one",
-    Why.TOO_FEW: "the masked sum would cover too few devices, or differ by too few from an earlier one",
-    Why.STRANGERS: "nobody of the federation vouches for a device that it was to be summed with",
-    Why.UNREACHABLE: "it cannot fetch a model",
-    Why.MALFORMED: "the order or a model in it cannot be read there",
-    Why.NOT_FINITE: "training diverged, or a model in the order is not finite",
-    Why.UNFIT: "the order does not fit what the device has",
-    Why.ERROR: "its own code failed",
-    Why.UNKNOWN_STEP: "it does not know the step in this version",
-    Why.OTHER: "for a reason that this fedge does not know",
-}
 
 
 class Report(_Message2, frozen=True, kw_only=True, tag="report"):
@@ -378,7 +350,7 @@ class Health(_Message, frozen=True, kw_only=True, omit_defaults=True, tag="healt
 
 Message = Status | Context | Order | Report | Ack | Beacon | Want | Rollout | Announcement | Health
 
-M = TypeVar("M", Status, Context, Order, Report, Ack, Beacon, Want, Rollout, Announcement, Health)
+M = TypeVar("M", bound=Message)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(tuple[int, msgspec.Raw])

@@ -74,7 +74,6 @@ class Plain:
 
     def seal(self, topic: str, payload: bytes, *, to: str = "", will: bool = False) -> bytes:
         """The payload as it is."""
-        del topic, to, will
         return payload
 
     def open(self, topic: str, data: bytes, *roles: Role, name: str = "", to: str = "") -> bytes:
@@ -83,14 +82,12 @@ class Plain:
         Raises:
             ProtocolError: `signed`.
         """
-        del topic, name, to
         if data.startswith(BEGINS):
             raise ProtocolError("signed", f"this {roles[0]} signs, and we have no certificate of its federation")
         return data
 
     def vouch(self, topic: str, data: bytes) -> bytes:
         """No proof."""
-        del topic, data
         return b""
 
     def require_vouched(self, topic: str, data: bytes, proof: bytes, name: str) -> None:

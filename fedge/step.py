@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Collection, Iterable, Mapping
-from enum import StrEnum
 from functools import cache
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Self, TypeVar
@@ -26,6 +25,7 @@ from msgspec import UNSET, Struct, UnsetType
 from fedge.errors import MALFORMED, ConfigError, ProtocolError
 from fedge.loading import load_object
 from fedge.messages import BlobRef, Order, Outcome, Report, Why, all_finite, blobs_of
+from fedge.text import Worded
 
 if TYPE_CHECKING:
     from fedge.task import TaskSpec
@@ -39,57 +39,30 @@ GROUP: Final = "fedge.steps"
 """Entry points of installed packages, ours among them, that name an `Action` each."""
 
 
-class Reveals(StrEnum):
+class Reveals(Worded):
     """What a field of a message reveals about a device. The device's owner allows kinds (`fedge.egress`).
 
     docs/privacy.md says what can be learned from each.
     """
 
-    NOTHING = "nothing"
-    COUNT = "count"
-    UPDATE = "update"
-    ACCOUNTED = "accounted"
-    MASKED = "masked"
-    LOSS = "loss"
-    WEIGHT = "weight"
-    CHOICE = "choice"
-    PROFILE = "profile"
-    LABELS = "labels"
-    FEATURES = "features"
-    PRIVATE = "private"
-    VERDICT = "verdict"
-    ANSWERS = "answers"
-    MACHINE = "machine"
-    LOAD = "load"
-    USE = "use"
-    TEXT = "text"
-
-    @property
-    def words(self) -> str:
-        """For people."""
-        return _WORDS[self]
-
-
-_WORDS: Final = {
-    Reveals.NOTHING: "nothing of its data",
-    Reveals.COUNT: "a number of samples",
-    Reveals.UPDATE: "a model update",
-    Reveals.ACCOUNTED: "a model update with noise, accounted for",
-    Reveals.MASKED: "a model update under a mask: nothing but the sum of a cohort",
-    Reveals.LOSS: "losses or accuracies",
-    Reveals.WEIGHT: "weights or shares of models",
-    Reveals.CHOICE: "which model suits its data",
-    Reveals.PROFILE: "an activation profile",
-    Reveals.LABELS: "what labels it has",
-    Reveals.FEATURES: "mean features",
-    Reveals.PRIVATE: "a module that was private",
-    Reveals.VERDICT: "whether a new bundle suits it",
-    Reveals.ANSWERS: "predictions for samples that sensors sent",
-    Reveals.MACHINE: "what machine it is",
-    Reveals.LOAD: "how busy it is, and how fast",
-    Reveals.USE: "how its bundle is used, and whether its inputs have changed",
-    Reveals.TEXT: "the text of an error",
-}
+    NOTHING = "nothing", "nothing of its data"
+    COUNT = "count", "a number of samples"
+    UPDATE = "update", "a model update"
+    ACCOUNTED = "accounted", "a model update with noise, accounted for"
+    MASKED = "masked", "a model update under a mask: nothing but the sum of a cohort"
+    LOSS = "loss", "losses or accuracies"
+    WEIGHT = "weight", "weights or shares of models"
+    CHOICE = "choice", "which model suits its data"
+    PROFILE = "profile", "an activation profile"
+    LABELS = "labels", "what labels it has"
+    FEATURES = "features", "mean features"
+    PRIVATE = "private", "a module that was private"
+    VERDICT = "verdict", "whether a new bundle suits it"
+    ANSWERS = "answers", "predictions for samples that sensors sent"
+    MACHINE = "machine", "what machine it is"
+    LOAD = "load", "how busy it is, and how fast"
+    USE = "use", "how its bundle is used, and whether its inputs have changed"
+    TEXT = "text", "the text of an error"
 
 
 HARMLESS: Final = frozenset({Reveals.NOTHING, Reveals.COUNT, Reveals.ACCOUNTED})
@@ -133,13 +106,14 @@ class Action(Struct, frozen=True, kw_only=True):
     """A request to a device; each subclass is the contract of one step.
 
     STEP, VERSION: its name on the wire; raise the version when old devices would misunderstand the action.
-    RESULT: the type of the result. DEVICE: module of the device half. TRAINS: whether it needs torch and labels.
+    RESULT: the type of the result. DEVICE: module of the device half, by default `edge_agent.steps.{STEP}`. TRAINS:
+    whether it needs torch and labels.
     """
 
     STEP: ClassVar[str]
     VERSION: ClassVar[int] = 1
     RESULT: ClassVar[type[Result]]
-    DEVICE: ClassVar[str]
+    DEVICE: ClassVar[str] = ""
     TRAINS: ClassVar[bool] = True
     weights: BlobRef | UnsetType = UNSET
     """What a frozen part of the network is (`fedge.weights`): set by the fleet, whatever the step."""
@@ -153,7 +127,6 @@ class Action(Struct, frozen=True, kw_only=True):
 
         n_shared, n_train, n_val: the device's non-sensitive, all training and validation samples.
         """
-        del n_shared
         return n_train + n_val
 
     def check(self, result: Any, task: TaskSpec) -> None:
@@ -168,7 +141,6 @@ class Action(Struct, frozen=True, kw_only=True):
 
         None: plain bytes, whose size this method has checked.
         """
-        del result, layout
         return {}
 
     def reveals(self) -> Mapping[str, Reveals]:
@@ -230,7 +202,7 @@ def known_steps(paths: Iterable[str] = ()) -> Steps:
 
 def device_half(action: type[Action]) -> Any:
     """The module that carries out a step."""
-    return importlib.import_module(action.DEVICE)
+    return importlib.import_module(action.DEVICE or f"edge_agent.steps.{action.STEP}")
 
 
 # ------------------------------------------------------------------------------------------------------ on the wire

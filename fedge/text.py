@@ -1,9 +1,23 @@
-"""Untrusted text made safe for a terminal, and suggestions for mistyped words."""
+"""Text for people: made safe for a terminal, suggestions for mistyped words, phrases for codes."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from enum import StrEnum
+from typing import Self
+
+
+class Worded(StrEnum):
+    """Codes, each with a phrase for people: `CODE = "code", "phrase"`."""
+
+    words: str
+
+    def __new__(cls, value: str, words: str = "") -> Self:
+        """The member of this value."""
+        member = str.__new__(cls, value)
+        member._value_, member.words = value, words
+        return member
 
 
 def printable(line: str) -> str:

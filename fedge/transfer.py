@@ -41,7 +41,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Self
 from weakref import WeakValueDictionary
 
@@ -705,13 +704,11 @@ class Sender:
         self._workers = [self._group.create_task(self._work(), name=f"sender {i}") for i in range(SENDER_TASKS)]
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: Any) -> None:
         for task in self._workers:
             task.cancel()
         with first_failure():
-            await self._group.__aexit__(kind, error, trace)
+            await self._group.__aexit__(*error)
 
     def want_of(self, device: str, payload: bytes, topics: Topics) -> None:
         """Queue the model bytes that a device requests; returns at once.

@@ -24,7 +24,6 @@ import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Final, Self
 
 import paho.mqtt.client as paho
@@ -760,15 +759,13 @@ class Transport:
             raise
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: Any) -> None:
         for task in (self._supervisor, self._greeting, *(s.task for s in self._subscriptions.values())):
             if task is not None:
                 task.cancel()
         try:
             with first_failure():
-                await self._tasks.__aexit__(kind, error, trace)
+                await self._tasks.__aexit__(*error)
         finally:
             self._online.clear()
             if self._connection is not None:

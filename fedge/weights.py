@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import logging
-import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Final
@@ -18,7 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from fedge.errors import ConfigError, StoreError
-from fedge.files import write_atomically
+from fedge.files import cache_folder, write_atomically
 from fedge.messages import BlobRef
 from fedge.task import TaskSpec
 from fedge.tensors import Layout, digest_of, places_in
@@ -140,6 +139,4 @@ def read(digest: str) -> bytes:
 
 
 def _path(digest: str) -> Path:
-    """In $XDG_CACHE_HOME/fedge/weights, or the same below ~/.cache."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "fedge" / "weights" / f"{digest}.safetensors"
+    return cache_folder("weights") / f"{digest}.safetensors"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Final, Literal
 
 import msgspec
@@ -16,8 +15,7 @@ import numpy as np
 from msgspec import Struct
 
 from edge_agent.device import Device
-from fedge.errors import MALFORMED, DamagedError
-from fedge.files import write_atomically
+from fedge.files import read_lasting, write_atomically
 from fedge.steps.describe_labels import DescribeLabels, LabelsDescribed
 
 NOTHING: Final = -1
@@ -44,32 +42,26 @@ def run(device: Device, action: DescribeLabels) -> LabelsDescribed:
     return LabelsDescribed(feature=feature, n_samples=len(y))
 
 
-def label_feature(counts: Sequence[float], *, mode: Literal["signed", "abs"] = "signed") -> int:
+def label_feature(counts: Sequence[int], *, mode: Literal["signed", "abs"] = "signed") -> int:
     """Label i with the largest D_i - 1/C (signed), or |D_i - 1/C| (abs, the printed form); D = counts / their sum.
 
     Compared as C c_i - sum c in whole numbers, without rounding. Ties go to the lowest label.
 
     Args:
-        counts: c, (C,), C >= 1, whole numbers >= 0.
+        counts: c, (C,), C >= 1, each >= 0.
         mode: see above.
 
     Returns:
-        0..C-1, or -1 where all counts are 0.
-
-    Raises:
-        ValueError: no counts, or one that is negative or not whole.
+        0..C-1, or -1 if all counts are 0.
 
     Example:
         >>> label_feature([4, 4, 4, 4, 0]), label_feature([4, 4, 4, 4, 0], mode="abs")
         (0, 4)
     """
-    if not len(counts) or any(not math.isfinite(c) or c < 0 or c != int(c) for c in counts):
-        raise ValueError(f"label counts must be whole numbers >= 0, one per class, not {counts}")
-    whole = [int(c) for c in counts]
-    total = sum(whole)
+    total = sum(counts)
     if not total:
         return NOTHING
-    deviations = [len(whole) * c - total for c in whole]  # C * sum c times (D_i - 1/C)
+    deviations = [len(counts) * c - total for c in counts]  # C * sum c times (D_i - 1/C)
     if mode == "abs":
         deviations = [abs(deviation) for deviation in deviations]
     return deviations.index(max(deviations))
@@ -89,18 +81,9 @@ def randomised_response(feature: int, n_classes: int, epsilon: float, rng: np.ra
 
 def _told_once(device: Device, feature: int, epsilon: float) -> int:
     path, task = device.lasting / "labels.json", device.task
-    told = _read(path)
+    told = read_lasting(path, msgspec.json.Decoder(Told).decode)
     if told is None or told.task_fingerprint != task.fingerprint():
         drawn = randomised_response(feature, task.n_classes, epsilon, np.random.default_rng())
         told = Told(task_fingerprint=task.fingerprint(), feature=drawn)
         write_atomically(path, msgspec.json.encode(told))
     return told.feature
-
-
-def _read(path: Path) -> Told | None:
-    if not path.exists():
-        return None
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Told)
-    except (OSError, *MALFORMED) as error:
-        raise DamagedError(f"{path} cannot be read: {error}") from error

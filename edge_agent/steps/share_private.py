@@ -11,8 +11,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from edge_agent.device import Device, FailedError
-from fedge.errors import DamagedError
+from edge_agent.device import Device, FailedError, decoded
 from fedge.messages import Why
 from fedge.step import Declined, Result
 from fedge.steps.share_private import PrivateShared, SharePrivate
@@ -81,10 +80,7 @@ def _noisy_once(device: Device, action: SharePrivate, module: Module, known: byt
         made = to_bytes(noisy(module, action.noise * action.clip, np.random.default_rng()))
         device.files.write(GIVEN, msgspec.msgpack.encode(Given(action=action, tensors=made)))
         return made
-    try:
-        given = msgspec.msgpack.decode(known, type=Given)
-    except msgspec.DecodeError as error:
-        raise DamagedError(f"the module that was given cannot be read: {error}") from error
+    given = decoded(known, Given)
     if given.action != action:
         raise FailedError("in this run the module was given already, with other noise")
     return given.tensors

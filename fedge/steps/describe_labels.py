@@ -26,7 +26,6 @@ class DescribeLabels(Action, frozen=True, kw_only=True):
 
     STEP: ClassVar = "describe_labels"
     RESULT: ClassVar = LabelsDescribed
-    DEVICE: ClassVar = "edge_agent.steps.describe_labels"
 
     mode: Literal["signed", "abs"] = "signed"
     epsilon: Annotated[float, Meta(gt=0)] | None = None

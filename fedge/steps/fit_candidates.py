@@ -39,7 +39,6 @@ class FitCandidates(Action, frozen=True, kw_only=True):
 
     STEP: ClassVar = "fit_candidates"
     RESULT: ClassVar = CandidatesFitted
-    DEVICE: ClassVar = "edge_agent.steps.fit_candidates"
 
     global_model: BlobRef
     experts: Starts = ()
@@ -56,13 +55,11 @@ class FitCandidates(Action, frozen=True, kw_only=True):
 
     def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
         """Two trainings, and evaluations of all candidates."""
-        del n_shared
         steps = (self.private_steps or CANDIDATE_STEPS) + self.local_steps
         return (5 + len(self.experts)) * n_val + self.sgd.passes(steps, n_train)
 
     def check(self, result: CandidatesFitted, task: TaskSpec) -> None:
         """Losses of the global model at least, if requested, and none of candidates that were not offered."""
-        del task
         offered = {start.cluster for start in self.experts} | {-1}
         require(result.cluster in offered, "an expert that was not offered")
         require(not self.tell or Role.GLOBAL in result.losses, "no losses of the global model")

@@ -32,10 +32,8 @@ class FitEnergy(OfPooled, frozen=True, kw_only=True):
 
     STEP: ClassVar = "fit_energy"
     RESULT: ClassVar = EnergyFitted
-    DEVICE: ClassVar = "edge_agent.steps.fit_energy"
 
     def check(self, result: EnergyFitted, task: TaskSpec) -> None:
         """Losses for each variant."""
-        del task
         n = len(self.pooled)
         require(len(result.pooled_losses) == n == len(result.beta_losses), "another number of losses than asked")

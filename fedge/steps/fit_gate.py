@@ -19,7 +19,6 @@ class FitGate(Action, frozen=True, kw_only=True):
 
     STEP: ClassVar = "fit_gate"
     RESULT: ClassVar = Installed
-    DEVICE: ClassVar = "edge_agent.steps.fit_gate"
     EXPORTS: ClassVar = True
     TIMED: ClassVar = False
 
@@ -34,5 +33,4 @@ class FitGate(Action, frozen=True, kw_only=True):
 
     def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
         """Each candidate on the validation samples, and the last fit."""
-        del n_shared
         return len(self.calibration) * n_val + self.sgd.passes(CANDIDATE_STEPS, n_train + n_val)

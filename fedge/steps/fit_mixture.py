@@ -23,7 +23,6 @@ class FitMixture(Action, frozen=True, kw_only=True):
 
     STEP: ClassVar = "fit_mixture"
     RESULT: ClassVar = Installed
-    DEVICE: ClassVar = "edge_agent.steps.fit_mixture"
     EXPORTS: ClassVar = True
     TIMED: ClassVar = False
 
@@ -42,6 +41,5 @@ class FitMixture(Action, frozen=True, kw_only=True):
 
     def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
         """Each candidate on all samples, and the private model's training."""
-        del n_shared
         looks = (2 + len(self.experts)) * (n_train + n_val)
         return looks + self.sgd.passes(self.sgd.steps_for(n_train), n_train)

@@ -16,7 +16,6 @@ class FitPool(Served, frozen=True, kw_only=True):
 
     STEP: ClassVar = "fit_pool"
     RESULT: ClassVar = Installed
-    DEVICE: ClassVar = "edge_agent.steps.fit_pool"
     EXPORTS: ClassVar = True
     TIMED: ClassVar = False
 
@@ -32,5 +31,4 @@ class FitPool(Served, frozen=True, kw_only=True):
 
     def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
         """The gate's epochs."""
-        del n_shared
         return (n_train + n_val) * (1 + self.epochs)

@@ -42,7 +42,6 @@ class OfPooled(Action, frozen=True, kw_only=True):
 
     def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
         """Each candidate on the validation samples, once per variant."""
-        del n_shared, n_train
         return len(self.calibration) * len(self.pooled) * n_val
 
 
@@ -51,11 +50,9 @@ class FitWeights(OfPooled, frozen=True, kw_only=True):
 
     STEP: ClassVar = "fit_weights"
     RESULT: ClassVar = WeightsFitted
-    DEVICE: ClassVar = "edge_agent.steps.fit_weights"
 
     def check(self, result: WeightsFitted, task: TaskSpec) -> None:
         """One set of weights per variant, for its candidates, with sum 1."""
-        del task
         require(len(result.weights) == len(self.pooled), "another number of weights than pooled means")
         for weights, pooled in zip(result.weights, self.pooled, strict=True):
             require(set(weights) <= set(pooled), "weights of candidates that are not in the pool")

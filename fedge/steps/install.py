@@ -49,7 +49,6 @@ class Install(Served, frozen=True, kw_only=True):
 
     STEP: ClassVar = "install"
     RESULT: ClassVar = Installed
-    DEVICE: ClassVar = "edge_agent.steps.install"
     EXPORTS: ClassVar = True
     TIMED: ClassVar = False
 
@@ -58,6 +57,5 @@ class Install(Served, frozen=True, kw_only=True):
 
     def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
         """One evaluation on the validation samples, and the fine-tuning."""
-        del n_shared
         tuning = self.fine_tune
         return n_val + (tuning.sgd.passes(max(tuning.checkpoints), n_train) if tuning else 0)

@@ -19,7 +19,6 @@ class InstallBundle(Action, frozen=True, kw_only=True):
 
     STEP: ClassVar = "install_bundle"
     RESULT: ClassVar = Installed
-    DEVICE: ClassVar = "edge_agent.steps.install_bundle"
     TRAINS: ClassVar = False
 
     files: Annotated[dict[Text, BlobRef], Meta(min_length=3, max_length=64)]
@@ -27,5 +26,4 @@ class InstallBundle(Action, frozen=True, kw_only=True):
 
     def check(self, result: Installed, task: TaskSpec) -> None:
         """The release that was sent."""
-        del task
         require(result.release == self.release, "another bundle than the one sent")

@@ -40,7 +40,6 @@ class MaskStep(Action, frozen=True, kw_only=True):
 
     def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
         """Almost none: no sample is used."""
-        del n_shared, n_train, n_val
         return 1
 
 
@@ -49,13 +48,11 @@ class MaskKeys(MaskStep, frozen=True, kw_only=True):
 
     STEP: ClassVar = "mask_keys"
     RESULT: ClassVar = KeysMade
-    DEVICE: ClassVar = "edge_agent.steps.mask_keys"
 
     def check(self, result: KeysMade, task: TaskSpec) -> None:
         """Two valid public keys."""
         from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 
-        del task
         require(result.encryption != result.masking, "one key for two purposes")
         for key in (result.encryption, result.masking):
             try:

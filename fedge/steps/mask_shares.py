@@ -33,5 +33,4 @@ class MaskShares(MaskStep, frozen=True, kw_only=True):
 
     STEP: ClassVar = "mask_shares"
     RESULT: ClassVar = SharesMade
-    DEVICE: ClassVar = "edge_agent.steps.mask_shares"
     roster: BlobRef

@@ -26,6 +26,5 @@ class MeanFeatures(Action, frozen=True, kw_only=True):
 
     STEP: ClassVar = "mean_features"
     RESULT: ClassVar = FeaturesMeasured
-    DEVICE: ClassVar = "edge_agent.steps.mean_features"
 
     model: BlobRef

@@ -36,18 +36,15 @@ class Profile(Action, frozen=True, kw_only=True):
 
     STEP: ClassVar = "profile"
     RESULT: ClassVar = Profiled
-    DEVICE: ClassVar = "edge_agent.steps.profile"
 
     extractor: BlobRef
     noise: NonNegative = 0.0
 
     def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
         """One pass over D_L."""
-        del n_train, n_val
         return n_shared
 
     def check(self, result: Profiled, task: TaskSpec) -> None:
         """A profile by this extractor, without halves if noise is requested."""
-        del task
         require(result.extractor == self.extractor.digest, "a profile of another extractor")
         require(not self.noise or result.halves is None, "halves, which no noise covers")

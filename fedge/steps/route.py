@@ -23,7 +23,6 @@ class Route(Action, frozen=True, kw_only=True):
 
     STEP: ClassVar = "route"
     RESULT: ClassVar = Routed
-    DEVICE: ClassVar = "edge_agent.steps.route"
     TRAINS: ClassVar = False
 
     gate: BlobRef

@@ -32,7 +32,6 @@ class SharePrivate(Action, frozen=True, kw_only=True):
 
     STEP: ClassVar = "share_private"
     RESULT: ClassVar = PrivateShared
-    DEVICE: ClassVar = "edge_agent.steps.share_private"
 
     kept_by: Id
     personal: Selector = ()
@@ -41,7 +40,6 @@ class SharePrivate(Action, frozen=True, kw_only=True):
 
     def check(self, result: PrivateShared, task: TaskSpec) -> None:
         """Plain float32."""
-        del task
         require(result.module.codec is Codec.FLOAT32, f"codec {result.module.codec} instead of float32")
 
     def uploads(self, result: PrivateShared, layout: Layout) -> Mapping[BlobRef, Layout]:

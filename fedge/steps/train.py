@@ -71,7 +71,6 @@ class Train(Action, frozen=True, kw_only=True):
 
     STEP: ClassVar = "train"
     RESULT: ClassVar = Trained
-    DEVICE: ClassVar = "edge_agent.steps.train"
     starts: Annotated[Starts, Meta(min_length=1)]
     sgd: Sgd
     codec: Codec = Codec.INT8
@@ -83,13 +82,11 @@ class Train(Action, frozen=True, kw_only=True):
 
     def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
         """Evaluations of the starts, training, evaluations before and after."""
-        del n_train
         looks = (TRAINING_PASSES + 1) * n_shared + n_val + (len(self.starts) - 1) * (n_val or n_shared)
         return looks + self.sgd.passes(self.sgd.steps_for(n_shared) + self.head_steps, n_shared)
 
     def check(self, result: Trained, task: TaskSpec) -> None:
         """An update of at least one sample, in the order's codec and from one of its starts, with requested losses."""
-        del task
         if result.n_samples == 0:
             raise ProtocolError("no-samples", "an update that was learned from nothing")
         require(result.update.codec is self.codec, f"codec {result.update.codec} instead of {self.codec}")

@@ -15,7 +15,6 @@ class TrainDbe(Train, frozen=True, kw_only=True):
     """`kappa`: weight of the distance of a batch's mean features to `global_mean`."""
 
     STEP: ClassVar = "train_dbe"
-    DEVICE: ClassVar = "edge_agent.steps.train_dbe"
 
     global_mean: BlobRef  # {"mean": (D,) float32}
     kappa: NonNegative = 1.0
@@ -23,5 +22,4 @@ class TrainDbe(Train, frozen=True, kw_only=True):
     @staticmethod
     def kept(personal: Selector, layout: Layout) -> Layout:
         """The vector, (D,)."""
-        del personal
         return Layout(tensors=(TensorInfo(name=OFFSET, shape=layout.select(HEAD).tensors[0].shape[1:]),))

@@ -13,7 +13,6 @@ class TrainDitto(Train, frozen=True, kw_only=True):
     """`proximal_lambda`: of (lambda/2) ||v - w||^2, where w is the start of the round."""
 
     STEP: ClassVar = "train_ditto"
-    DEVICE: ClassVar = "edge_agent.steps.train_ditto"
 
     proximal_lambda: NonNegative
 
@@ -30,5 +29,4 @@ class TrainDitto(Train, frozen=True, kw_only=True):
     @staticmethod
     def kept(personal: Selector, layout: Layout) -> Layout:
         """The personal model."""
-        del personal
         return layout

@@ -53,14 +53,12 @@ class TrainDp(Train, frozen=True, kw_only=True):
 
     STEP: ClassVar = "train_dp"
     RESULT: ClassVar = TrainedDp
-    DEVICE: ClassVar = "edge_agent.steps.train_dp"
     TIMED: ClassVar = False
     privacy: Privacy
     measure: bool = False
 
     def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
         """Training alone."""
-        del n_train, n_val
         return PER_SAMPLE * self.sgd.passes(self.sgd.steps_for(n_shared) + self.head_steps, n_shared)
 
     def check(self, result: Trained, task: TaskSpec) -> None:

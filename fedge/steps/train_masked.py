@@ -44,7 +44,6 @@ class TrainMasked(Action, frozen=True, kw_only=True):
 
     STEP: ClassVar = "train_masked"
     RESULT: ClassVar = TrainedMasked
-    DEVICE: ClassVar = "edge_agent.steps.train_masked"
     session: Id
     roster: BlobRef
     train: Train
@@ -63,7 +62,6 @@ class TrainMasked(Action, frozen=True, kw_only=True):
 
     def check(self, result: TrainedMasked, task: TaskSpec) -> None:
         """Losses, if they were asked for."""
-        del task
         measured = (result.loss_before, result.loss_after, result.gradient_norm)
         require(not self.train.measure or None not in measured, "no losses, which were asked for")
 

@@ -12,7 +12,6 @@ class TrainRod(Train, frozen=True, kw_only=True):
     """The second head learns beside the shared model."""
 
     STEP: ClassVar = "train_rod"
-    DEVICE: ClassVar = "edge_agent.steps.train_rod"
 
     poolable: bool = False  # the second head may be sent (PM-MoE), so it learns from D_L alone
 
@@ -29,5 +28,4 @@ class TrainRod(Train, frozen=True, kw_only=True):
     @staticmethod
     def kept(personal: Selector, layout: Layout) -> Layout:
         """The second head, shaped like the first."""
-        del personal
         return layout.select(HEAD)

@@ -20,12 +20,10 @@ class Trial(Action, frozen=True, kw_only=True):
 
     STEP: ClassVar = "trial"
     RESULT: ClassVar = Tried
-    DEVICE: ClassVar = "edge_agent.steps.trial"
 
     global_model: BlobRef
     expert: BlobRef
 
     def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
         """Two models on the validation samples."""
-        del n_shared, n_train
         return 2 * n_val

@@ -33,12 +33,10 @@ class Unmask(MaskStep, frozen=True, kw_only=True):
 
     STEP: ClassVar = "unmask"
     RESULT: ClassVar = Unmasked
-    DEVICE: ClassVar = "edge_agent.steps.unmask"
     roster: BlobRef
     summed: Annotated[tuple[Position, ...], Meta(max_length=MAX_COHORT)]
 
     def check(self, result: Unmasked, task: TaskSpec) -> None:
         """Mask shares for devices in the sum, key shares for the others."""
-        del task
         require(set(result.seeds) <= set(self.summed), "a share of an own mask of somebody who is not summed")
         require(not set(result.keys) & set(self.summed), "a share of a key of somebody who is summed")

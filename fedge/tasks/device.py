@@ -51,8 +51,7 @@ def device_data(task: TaskSpec, source: Path, *, seed: int) -> DeviceData:
 
 def labelled(task: TaskSpec, source: Path) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     """All labelled samples of a source as devices read it, except test samples. Errors: as `device_data`."""
-    data = device_data(task, source, seed=0)
-    return np.concatenate([data.x_train, data.x_val]), np.concatenate([data.y_train, data.y_val])
+    return device_data(task, source, seed=0).labelled
 
 
 def device_inputs(task: TaskSpec, source: Path) -> NDArray[np.float32]:

@@ -65,5 +65,5 @@ def test_without_any_or_with_a_damaged_file_it_is_said(tmp_path: Path) -> None:
     with pytest.raises(FailedError, match="no candidates: fit_candidates was not done here"):
         candidates.fitted_on(here)
     here.files.write(candidates.CANDIDATES, b"no")
-    with pytest.raises(StoreError, match="candidates cannot be read"):
+    with pytest.raises(StoreError, match="cannot be read"):
         candidates.fitted_on(here)

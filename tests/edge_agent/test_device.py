@@ -19,7 +19,7 @@ import pytest
 from deploy import load
 from deploy.install_cli import install_in
 from deploy.slots import owned
-from edge_agent.device import PERSONAL, FailedError, Files, kept_of, newest, overlay, prune_bundles, remembering
+from edge_agent.device import PERSONAL, FailedError, Files, Kept, decoded, newest, overlay, prune_bundles, remembering
 from fedge import codec, models
 from fedge.bundle import read
 from fedge.errors import ConfigError, ProtocolError, StoreError
@@ -181,7 +181,7 @@ def test_the_device_predicts_with_what_it_kept_in_its_newest_run(tmp_path: Path)
 @pytest.mark.parametrize("data", [b"", b"no", b"\x80"])
 def test_a_damaged_file_is_a_store_error(tmp_path: Path, data: bytes) -> None:
     with pytest.raises(StoreError, match="cannot be read"):
-        kept_of(data)
+        decoded(data, Kept)
     Files(tmp_path, "r", 1).write(PERSONAL, data)
     with pytest.raises(StoreError):
         worker(tmp_path).personal(INITIAL)

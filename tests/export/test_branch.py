@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import export.branch as branch_module
-from export.branch import branch, cache_folder
+from export.branch import branch
+from fedge.files import cache_folder
 from fedge.errors import ConfigError
 from fedge.task import TaskSpec
 
@@ -89,7 +90,7 @@ def test_the_older_exporter_serves_where_the_newer_fails(monkeypatch, network):
     expected = set(weights(branch(task(network))))
     monkeypatch.setattr(branch_module, "_dynamo", broken)
     monkeypatch.setattr(branch_module, "_known", {})
-    (cached,) = cache_folder().glob("*.onnx")
+    (cached,) = cache_folder("graphs").glob("*.onnx")
     cached.unlink()
     assert set(weights(branch(task(network)))) == expected
 
@@ -109,7 +110,7 @@ def test_torch_is_asked_once(monkeypatch):
 
 def test_a_damaged_cache_file_is_replaced(monkeypatch):
     first = branch(task("mlp"))
-    (cached,) = cache_folder().glob("*.onnx")
+    (cached,) = cache_folder("graphs").glob("*.onnx")
     good = cached.read_bytes()
     cached.write_bytes(b"\xff" * 100)
     monkeypatch.setattr(branch_module, "_known", {})
@@ -125,7 +126,7 @@ def test_a_cache_that_cannot_be_written_only_costs_time(tmp_path, monkeypatch):
 
 def test_equal_bytes_from_another_process():
     ours = branch(task("mlp")).SerializeToString(deterministic=True)
-    for cached in cache_folder().glob("*.onnx"):
+    for cached in cache_folder("graphs").glob("*.onnx"):
         cached.unlink()
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         assert pool.apply(_bytes) == ours
@@ -138,4 +139,4 @@ def _bytes():
 def test_other_options_give_another_graph():
     branch(task("mlp"))
     branch(task("mlp", shape=(1, 6, 6)))
-    assert len(list(cache_folder().glob("*.onnx"))) == 2
+    assert len(list(cache_folder("graphs").glob("*.onnx"))) == 2

@@ -88,7 +88,7 @@ def test_one_folder_lists_all_that_a_device_can_be_asked_another_how_it_does_it(
     )
     assert contracts == halves == set(installed_steps())
     for name, step in installed_steps().items():
-        assert (step.__module__, step.DEVICE) == (f"fedge.steps.{name}", f"edge_agent.steps.{name}")
+        assert (step.__module__, device_half(step).__name__) == (f"fedge.steps.{name}", f"edge_agent.steps.{name}")
 
 
 def test_the_status_has_room_for_all_steps() -> None:

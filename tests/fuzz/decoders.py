@@ -40,7 +40,7 @@ from fedge.certificates import new_key, read_request
 from fedge.config import resolve
 from fedge.egress import FILE, rules_of
 from fedge.errors import FedgeError, ProtocolError
-from fedge.files import BlobFolder, highest_release
+from fedge.files import BlobFolder, highest_release, read_lasting
 from fedge.identity import Role
 from fedge.images import sensitive_flags, split_numbers
 from fedge.kit import Kit, seal, unseal
@@ -354,8 +354,8 @@ def state(data: bytes) -> None:
         lambda: highest_release(home),
         lambda: _read_outcome(home),
         lambda: Folder(home).read(),
-        lambda: sparsity._read(home / "noise.json"),
-        lambda: describe_labels._read(home / "noise.json"),
+        lambda: read_lasting(home / "noise.json", msgspec.json.Decoder(sparsity.Noise).decode),
+        lambda: read_lasting(home / "noise.json", msgspec.json.Decoder(describe_labels.Told).decode),
         lambda: Outbox(home / "outbox").close(),
     )
 
