@@ -10,8 +10,8 @@ from torch import nn
 
 import export.branch as branch_module
 from export.branch import branch
-from fedge.files import cache_folder
 from fedge.errors import ConfigError
+from fedge.files import cache_folder
 from fedge.task import TaskSpec
 
 
