@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import os
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import click
 from rich.console import Console
 from rich.table import Table
 
-from coordinator import runs
-from coordinator.options import check, method_and_options, method_options, resolve_options
-from coordinator.simulation.folder import named_by_time, new_folder
-from coordinator.simulation.outcome import RunOutcome, cost_of
+from coordinator.options import method_and_options, method_options, resolve_options
+from coordinator.simulation.folder import named_by_time
+from coordinator.simulation.outcome import RunOutcome
 from coordinator.simulation.settings import CompareSettings, SimulationSettings, check_partitioning
-from coordinator.tracking import tracking
 from fedge.config import resolve, settings_options
 from fedge.files import require_writable
 
@@ -49,31 +44,15 @@ def simulate(config: Path | None, options: tuple[str, ...], json_file: Path | No
     settings = resolve(SimulationSettings, "simulate", config, flags)
     name, own = method_and_options(settings.method)
     own = resolve_options(config, options) | own
-    check(name, own)
-    check_partitioning(settings)
     if json_file is not None:
         require_writable(json_file)
     one_thread()
-    from coordinator.simulation.compare import scenario_of
-    from coordinator.simulation.report import FILES, lines_of, of_run, write_results
-    from coordinator.simulation.run import simulate as run
+    from coordinator.simulation.interface import simulated
+    from coordinator.simulation.report import FILES, lines_of
 
-    scenario = scenario_of(settings)
-    with (
-        _folder(settings.out) as home,
-        runs.noted(settings.out, "simulate", settings, own),
-        tracking(settings.tensorboard, settings.mlflow, f"{settings.method}-{settings.seed}") as track,
-    ):
-        told = _progress(name)
-        outcome = run(
-            *(scenario, name, own, settings.seed, home, told, settings.method, settings),
-            track=lambda point: track(point.round, point.figures),
-        )
-    reached = None if settings.target is None else cost_of(outcome.curve, settings.target)
-    lines = lines_of(outcome, reached, settings.target)
-    write_results(settings.out, of_run(outcome, scenario, settings.target), json_file)
+    result = simulated(settings, name, own, lambda text: click.echo(f"{name}  {text}", err=True), json_file)
     table = Table.grid(padding=(0, 2))
-    for line in lines:
+    for line in lines_of(result, result.cost, result.target):
         table.add_row(*line)
     Console().print(table, highlight=False)
     if settings.out is not None:
@@ -105,17 +84,15 @@ def compare(config: Path | None, json_file: Path | None, **flags: object) -> Non
     if json_file is not None:
         require_writable(json_file)
     one_thread()
-    from coordinator.simulation.compare import compare as run
     from coordinator.simulation.compare import told
-    from coordinator.simulation.report import FILES, legend_of, of_comparison, table_of, write_results
+    from coordinator.simulation.interface import compared
+    from coordinator.simulation.report import FILES, legend_of, table_of
 
     def watch(done: int, wanted: int, outcome: RunOutcome) -> None:
         click.echo(told(done, wanted, outcome), err=True)
 
     out = settings.out or named_by_time("compare")
-    comparison = run(settings, out, watch)
-    runs.note(out, "compare", settings)
-    write_results(out, of_comparison(comparison), json_file)
+    comparison = compared(settings, out, watch, json_file)
     Console().print(table_of(comparison), legend_of(comparison), sep="\n", highlight=False, soft_wrap=True)
     click.echo(f"in {out}: {', '.join(FILES)}")
 
@@ -126,20 +103,3 @@ def one_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
-
-
-def _progress(method: str) -> Callable[[str], None]:
-    def tell(text: str) -> None:
-        click.echo(f"{method}  {text}", err=True)
-
-    return tell
-
-
-@contextmanager
-def _folder(out: Path | None) -> Iterator[Path]:
-    """The devices' folders: a new one that stays, or one that goes."""
-    if out is not None:
-        yield new_folder(out, "simulate")
-        return
-    with tempfile.TemporaryDirectory(prefix="fedge-simulate-") as folder:
-        yield Path(folder)

@@ -16,7 +16,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -35,24 +35,13 @@ from fedge.messages import BlobRef
 from fedge.models.training import torch_device
 from fedge.processor import Processor
 
+FIGURES = ("std", "worst_decile", "macro_f1", "bytes_up", "bytes_down", "seconds", "wall_s", "evaluation_s")
+"""Of each run; a comparison has their spread over the seeds."""
 SHARE_OF_THE_BEST = 0.95
 """The target, unless one is given, in parts of the best method's accuracy."""
 
 Watch = Callable[[int, int, RunOutcome], None]
 """Is told of every run: how many are done, of how many, and the last one's outcome."""
-
-
-DP: Final = ("dp_epsilon", "dp_noise", "dp_delta", "dp_clip")
-LATER: Final = (
-    *("late_joiners", "marks", "train_on", "local_epochs", "min_samples", "weight_decay", "average", "hostile"),
-    *("measured", "masking", "min_cohort", "weights", "adapt", "down"),
-    *DP,
-)
-"""Settings that older folders lack: while they are as they were then, such a folder goes on being of use."""
-THEN: Final = {"down": "float32"}
-"""What they were, where that is not their default now."""
-BEFORE: Final = {"global_test": "rounds", "server_data": "rounds", "late_joiners": "min_reports"}
-"""Where settings stood when the first folders were made, for the names of files depend on it."""
 
 
 class Spread(Struct, frozen=True, kw_only=True):
@@ -141,17 +130,7 @@ class _Run(Struct, frozen=True, kw_only=True):
     @property
     def name(self) -> str:
         """The file name; runs with different settings never share one."""
-        order = list(Scenario.__struct_fields__)
-        for name, follower in BEFORE.items():
-            order.remove(name)
-            order.insert(order.index(follower), name)
-        settings, default = msgspec.to_builtins(self, enc_hook=str), Scenario()
-        settings["scenario"] = {
-            name: settings["scenario"][name]
-            for name in order
-            if name not in LATER or getattr(self.scenario, name) != THEN.get(name, getattr(default, name))
-        }
-        digest = hashlib.sha256(msgspec.json.encode(settings)).hexdigest()
+        digest = hashlib.sha256(msgspec.json.encode(self, enc_hook=str, order="sorted")).hexdigest()
         return f"{re.sub('[^A-Za-z0-9.+=-]', '_', self.method)}-{self.seed}-{digest[:8]}"
 
 
@@ -416,18 +395,11 @@ def together(
                 to_baseline=None if method == baseline else spread(accuracy[method] - accuracy[baseline]),
                 best_other=best,
                 to_best_other=None if best is None else spread(accuracy[method] - accuracy[best]),
-                std=spread([run.std for run in own]),
-                worst_decile=spread([run.worst_decile for run in own]),
-                macro_f1=spread([run.macro_f1 for run in own]),
                 global_accuracy=spread(reached) if reached else None,
-                bytes_up=spread([run.bytes_up for run in own]),
-                bytes_down=spread([run.bytes_down for run in own]),
-                seconds=spread([run.seconds for run in own]),
-                wall_s=spread([run.wall_s for run in own]),
-                evaluation_s=spread([run.evaluation_s for run in own]),
                 cost=_mean_cost([cost_of(run.curve, goal) for run in own]),
                 cold_start=spread(cold) if cold else None,
                 details={name: spread([run.details[name] for run in own]) for name in sorted(told)},
+                **{name: spread([getattr(run, name) for run in own]) for name in FIGURES},
             )
         )
     return Comparison(

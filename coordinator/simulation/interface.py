@@ -124,31 +124,45 @@ def simulate(
     """
     found = _settings(SimulationSettings, settings)
     name, own = method_and_options(found.method)
-    own = dict(options or {}) | own
-    check(name, own)
-    check_partitioning(found)
-    scenario, tell = scenario_of(found), progress or (lambda _: None)
-    home = Path(tempfile.mkdtemp(prefix="fedge-simulate-")) if found.out is None else new_folder(found.out, "simulate")
+    return simulated(found, name, dict(options or {}) | own, progress or (lambda _: None))
+
+
+def simulated(
+    settings: SimulationSettings,
+    method: str,
+    options: dict[str, Option],
+    progress: Progress,
+    json_file: Path | None = None,
+) -> Simulation:
+    """As `simulate`. `method`: without its options, which `options` holds. `json_file`: for the figures, too."""
+    check(method, options)
+    check_partitioning(settings)
+    scenario, out = scenario_of(settings), settings.out
+    home = Path(tempfile.mkdtemp(prefix="fedge-simulate-")) if out is None else new_folder(out, "simulate")
     try:
         with (
             _one_thread(),
-            runs.noted(found.out, "simulate", found, own),
-            tracking(found.tensorboard, found.mlflow, f"{found.method}-{found.seed}") as track,
+            runs.noted(out, "simulate", settings, options),
+            tracking(settings.tensorboard, settings.mlflow, f"{settings.method}-{settings.seed}") as track,
         ):
             outcome = running.simulate(
-                *(scenario, name, own, found.seed, home, tell, found.method, found),
+                *(scenario, method, options, settings.seed, home, progress, settings.method, settings),
                 track=lambda point: track(point.round, point.figures),
             )
     except BaseException:
-        if found.out is None:
+        if out is None:
             shutil.rmtree(home, ignore_errors=True)
         raise
-    cost = None if found.target is None else cost_of(outcome.curve, found.target)
-    if found.out is not None:
-        write_results(found.out, of_run(outcome, scenario, found.target))
-    fields = {name: getattr(outcome, name) for name in RunOutcome.__struct_fields__}
-    result = Simulation(**fields, scenario=scenario, home=home, target=found.target, cost=cost)
-    if found.out is None:
+    if out is not None or json_file is not None:
+        write_results(out, of_run(outcome, scenario, settings.target), json_file)
+    result = Simulation(
+        **{name: getattr(outcome, name) for name in RunOutcome.__struct_fields__},
+        scenario=scenario,
+        home=home,
+        target=settings.target,
+        cost=None if settings.target is None else cost_of(outcome.curve, settings.target),
+    )
+    if out is None:
         weakref.finalize(result, shutil.rmtree, home, ignore_errors=True)
     return result
 
@@ -183,14 +197,19 @@ def compare(*, progress: Progress | None = to_standard_error, **settings: Any) -
         if progress is not None:
             progress(comparing.told(done, wanted, outcome))
 
+    if found.out is not None:
+        return compared(found, found.out, watch)
+    with _one_thread(), tempfile.TemporaryDirectory(prefix="fedge-compare-") as folder:
+        return comparing.compare(found, Path(folder), watch)
+
+
+def compared(settings: CompareSettings, out: Path, watch: comparing.Watch, json_file: Path | None = None) -> Comparison:
+    """As `compare`, with the results in `out`. `json_file`: for the figures, too."""
     with _one_thread():
-        if found.out is not None:
-            comparison = comparing.compare(found, found.out, watch)
-            runs.note(found.out, "compare", found)
-            write_results(found.out, of_comparison(comparison))
-            return comparison
-        with tempfile.TemporaryDirectory(prefix="fedge-compare-") as folder:
-            return comparing.compare(found, Path(folder), watch)
+        comparison = comparing.compare(settings, out, watch)
+    runs.note(out, "compare", settings)
+    write_results(out, of_comparison(comparison), json_file)
+    return comparison
 
 
 @_takes(TuneSettings)
