@@ -367,10 +367,12 @@ class Store:
         limit: int = 1000,
     ) -> list[Event]:
         """Events by number: those after one, at most `limit`; or the `last` ones; of a device, of a round."""
-        which = "number > $1 AND device = coalesce($2, device) AND round = coalesce($3, round)"
+        of = {name: value for name, value in {"device": device, "round": round}.items() if value is not None}
+        which = "".join(f" AND {name} = ${k}" for k, name in enumerate(of, start=3))
         order = "number" if last is None else "number DESC"
-        sql = f"SELECT number, at, round, name, device, fields FROM events WHERE {which} ORDER BY {order} LIMIT $4"  # noqa: S608
-        rows = self._read(sql, after, device, round, limit if last is None else last)
+        names = "number, at, round, name, device, fields"
+        sql = f"SELECT {names} FROM events WHERE number > $1{which} ORDER BY {order} LIMIT $2"  # noqa: S608
+        rows = self._read(sql, after, limit if last is None else last, *of.values())
         found = [
             Event(number=n, at=at, round=r, name=name, device=i, fields=msgspec.json.decode(fields))
             for n, at, r, name, i, fields in rows

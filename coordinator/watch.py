@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,8 +19,8 @@ from coordinator.store import Entry, Event, Store
 from fedge.errors import ConfigError, StoreError
 from fedge.messages import Outcome, Presence, Why
 
-POINTS: Final = 500
-"""Accuracies that are kept of a device."""
+POINTS: Final = 200
+"""Accuracies that are kept of a device: of more, every other one of those before the last goes."""
 ROUNDS: Final = 1000
 """Rounds that are told of."""
 MAX_OF_ROUND: Final = 50_000
@@ -54,7 +55,7 @@ class Watch:
     def __init__(self, home: Path, store: Store) -> None:
         self._home, self._store = home, store
         self._last = 0  # number of the last event that was read
-        self._accuracy: defaultdict[str, deque[tuple[int, float]]] = defaultdict(lambda: deque(maxlen=POINTS))
+        self._accuracy: defaultdict[str, list[tuple[int, float]]] = defaultdict(list)
         self._rounds: dict[int, dict[str, Any]] = {}
         self._now: dict[str, str] = {}  # outcome of the round under way
         self._answered: dict[str, int] = {}  # round of the last answer with a result
@@ -94,7 +95,10 @@ class Watch:
                 if done:
                     self._answered[event.device] = event.round
                 if (share := fields.get("accuracy")) is not None:
-                    self._accuracy[event.device].append((event.round, share))
+                    points = self._accuracy[event.device]
+                    points.append((event.round, round(share, 4)))
+                    if len(points) > POINTS:
+                        del points[1:-1:2]
             case "closed":
                 self._row(event)["late" if fields["late"] else "failed"] += 1
                 self._now[event.device] = "late" if fields["late"] else "rejected"
@@ -172,7 +176,7 @@ class Watch:
         stored = {row["device"] for row in rows}
         passed: dict[str, str] = {}
         chosen: dict[str, str] = {}
-        for event in self._store.events(round=number, limit=MAX_OF_ROUND):
+        for event in self._events_of(number, device):
             match event.name:
                 case "answer" | "closed" if event.device not in stored and device in {None, event.device}:
                     rows.append(_ended(event))
@@ -189,6 +193,13 @@ class Watch:
         for i in sorted(passed.keys() - asked):
             if device in {None, i}:
                 yield _told_of(i, "", "not asked", why=passed[i]) | {"chosen": ""}
+
+    def _events_of(self, number: int, device: str | None) -> list[Event]:
+        """A round's events; of a device: its own, and those that are nobody's."""
+        if device is None:
+            return self._store.events(round=number, limit=MAX_OF_ROUND)
+        told = (self._store.events(round=number, device=i, limit=MAX_OF_ROUND) for i in (device, ""))
+        return sorted(chain(*told), key=lambda event: event.number)
 
     def why(self, i: str, number: int | None = None) -> list[str]:
         """In words: a device's state, and what became of it in a round (None: its last one).

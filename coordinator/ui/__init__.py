@@ -4,7 +4,8 @@ Who may act shows the token once and is then known by a cookie, or has a certifi
 (`coordinator.ui.certificates`); each action also carries a word that only our own page has, so that no other page in
 the same browser can have one done. On another address than this machine's own, or asked for by another name (a website
 can have its own mean 127.0.0.1), reading takes the token, too. Reads happen in a thread with a connection of its own: a
-round never waits for them.
+round never waits for them. Open pages share what is read: the state is made once for all of them between two looks for
+news, and so are the lines of the stream.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import asyncio
 import contextlib
 import hmac
 import ipaddress
-import json
 import logging
 import re
 import secrets
@@ -24,14 +24,14 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeVar
 
 import msgspec
 from aiohttp import web
 
 from coordinator.control import ACTIONS, act
 from coordinator.rollout.overview import Overview
-from coordinator.store import Store
+from coordinator.store import Event, Store
 from coordinator.ui.certificates import Certificates, Login
 from coordinator.ui.home_assistant import broker_of, tell
 from coordinator.ui.metrics import metrics
@@ -71,7 +71,14 @@ HEADERS: Final = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
 }
+MAX_NEWS: Final = 1000
+"""Events that a page is told of at once; of more, the last ones."""
+MAX_BEHIND: Final = 100
+"""Looks with news that wait for a page; one that takes nothing for longer misses the next ones."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+T = TypeVar("T")
+News = list[tuple[int, bytes]]
+"""Events by number, as lines of the stream; empty: of a rollout, or of times."""
 
 
 class Act(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -139,7 +146,9 @@ class Page:
         self._sessions: dict[str, tuple[str, float]] = {}  # cookie -> secret against forged requests, expiry
         self._thread = ThreadPoolExecutor(1, "fedge-ui")
         self._logins = asyncio.Lock()
-        self._streams: set[asyncio.Queue[dict[str, Any] | None]] = set()
+        self._streams: set[asyncio.Queue[News | None]] = set()
+        self._seen: bytes | None = None  # the state since the last look, if somebody has asked for it
+        self._sent = 0  # number of the last event that streams were told of
         self._tasks: list[asyncio.Task[None]] = []
         app = web.Application(middlewares=[self._guarded], client_max_size=MAX_BODY_BYTES)
         app.add_routes(
@@ -208,8 +217,12 @@ class Page:
         self._store = self._opened()
         self._watch = Watch(self._home, self._store)
 
-    async def _read(self, work: Callable[[], Any]) -> Any:
+    async def _read(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    async def _told(self, work: Callable[[], Any]) -> web.Response:
+        """Answer with what is read, encoded in the reading thread."""
+        return _json(await self._read(lambda: msgspec.json.encode(work())))
 
     # --------------------------------------------------------------------------------------------------- who may what
 
@@ -286,21 +299,25 @@ class Page:
         return web.Response(body=body, headers={"Content-Type": kind})
 
     async def _state(self, _request: web.Request) -> web.Response:
-        return web.json_response(await self._read(self._watch.state))
+        return _json(await self._read(self._encoded_state))
+
+    def _encoded_state(self) -> bytes:
+        if self._seen is None or not self._streams:  # nobody would be told that there is something newer
+            self._seen = msgspec.json.encode(self._watch.state())
+        return self._seen
 
     async def _device(self, request: web.Request) -> web.Response:
-        return web.json_response(await self._read(lambda: self._watch.device(request.match_info["id"])))
+        return await self._told(lambda: self._watch.device(request.match_info["id"]))
 
     async def _round(self, request: web.Request) -> web.Response:
-        return web.json_response(await self._read(lambda: self._watch.round(int(request.match_info["round"]))))
+        return await self._told(lambda: self._watch.round(int(request.match_info["round"])))
 
     async def _rollouts_of(self, _request: web.Request) -> web.Response:
         return web.json_response({"rollouts": await asyncio.to_thread(self._rollouts.shown)})
 
     async def _events(self, request: web.Request) -> web.Response:
         last = _number(request, "last", 300, 1000)
-        found = await self._read(lambda: self._store.events(last=last))
-        return web.json_response({"events": [told(event) for event in found]})
+        return await self._told(lambda: {"events": [told(event) for event in self._store.events(last=last)]})
 
     async def _look(self) -> None:
         """Send news to all listeners."""
@@ -308,18 +325,26 @@ class Page:
         while True:
             await asyncio.sleep(LOOK_S)
             if rollouts != (rollouts := await asyncio.to_thread(self._rollouts.version)):
-                for queue in self._streams:
-                    queue.put_nowait({})
-            if self._streams:
-                try:
-                    new = await self._read(self._watch.update)
-                except StoreError as error:
-                    log.warning("event=cannot_read reason=%r", str(error))
-                    continue
-                for event in new[-1000:]:
-                    for queue in self._streams:
-                        if queue.qsize() < 10_000:
-                            queue.put_nowait(told(event))
+                self._send([])
+            try:
+                new = await self._read(self._news)
+            except StoreError as error:
+                log.warning("event=cannot_read reason=%r", str(error))
+                continue
+            if new:
+                self._send(new)
+
+    def _news(self) -> News:
+        """What has happened since the last look; nothing is read if no page is open."""
+        self._seen = None
+        new = self._store.events(after=self._sent, last=MAX_NEWS if self._streams else 1)
+        self._sent = new[-1].number if new else self._sent
+        return _lines(new)
+
+    def _send(self, news: News) -> None:
+        for queue in self._streams:
+            if queue.qsize() < MAX_BEHIND:
+                queue.put_nowait(news)
 
     async def _stream(self, request: web.Request) -> web.StreamResponse:
         """Stream events as they occur."""
@@ -330,23 +355,23 @@ class Page:
         after = int(last) if known else _number(request, "after", 0, 1 << 62)
         answer = web.StreamResponse(headers=HEADERS | {"Content-Type": "text/event-stream"})
         await answer.prepare(request)
-        queue: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+        queue: asyncio.Queue[News | None] = asyncio.Queue()
         self._streams.add(queue)
         try:
-            for event in await self._read(partial(self._store.events, after=after, limit=1000)):
-                await answer.write(_line(told(event)))
-                after = event.number
+            if missed := await self._read(lambda: _lines(self._store.events(after=after, last=MAX_NEWS))):
+                await answer.write(b"".join(line for _, line in missed))
+                after, _ = missed[-1]
             while True:
-                new: dict[str, Any] | None = {}
+                new: News | None = []
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(HEARTBEAT_S):
                         new = await queue.get()
                 if new is None or not self._may_read(request):  # who was revoked meanwhile, or logged in too long ago
                     return answer
-                if not new:  # of a rollout, or of times
+                if not new:
                     await answer.write(b"event: state\ndata: {}\n\n")
-                elif new["number"] > after:
-                    await answer.write(_line(new))
+                elif lines := b"".join(line for number, line in new if number > after):
+                    await answer.write(lines)
         except ConnectionError:
             return answer
         finally:
@@ -369,6 +394,7 @@ class Page:
             text = await asyncio.to_thread(asked, about.target, about.stages, about.canary)
         elif name in ACTIONS:
             text = await self._read(lambda: act(self._store, name, about.device))
+            self._seen = None
         else:
             raise web.HTTPNotFound(text=f"there is no action {name!r}")
         about_what = about.device or about.rollout
@@ -376,8 +402,12 @@ class Page:
         return web.json_response({"text": text})
 
 
-def _line(event: dict[str, Any]) -> bytes:
-    return f"id: {event['number']}\ndata: {json.dumps(event)}\n\n".encode()
+def _lines(events: list[Event]) -> News:
+    return [(each.number, b"id: %d\ndata: %b\n\n" % (each.number, msgspec.json.encode(told(each)))) for each in events]
+
+
+def _json(body: bytes) -> web.Response:
+    return web.Response(body=body, content_type="application/json", charset="utf-8")
 
 
 def _number(request: web.Request, name: str, default: int, most: int) -> int:

@@ -16,6 +16,7 @@ from coordinator import ui
 from coordinator.control import wishes_in
 from coordinator.store import Event, Store
 from coordinator.ui import Page, token_of
+from coordinator.watch import Watch
 from fedge.errors import TransportError
 from tests.support.shop import EVIL, NOW, make_shop
 
@@ -196,6 +197,41 @@ async def test_events_come_as_they_happen(http: ClientSession, store: Store) -> 
         store.note(Event(at=NOW, round=4, name="problem", device="cam1", fields={"reason": EVIL}))
         told = await event()
         assert (told["number"], told["name"], told["text"]) == (last + 1, "problem", EVIL)
+
+
+async def test_a_page_is_told_of_what_another_one_has_read_already(http: ClientSession, store: Store) -> None:
+    last = store.events(last=1)[0].number
+    async with asyncio.timeout(30), http.get("api/stream", params={"after": last}) as stream:
+        store.note(Event(at=NOW, round=4, name="problem", device="cam1")).result()
+        assert (await http.get("api/state")).status == 200
+        assert await stream.content.readline() == b"id: %d\n" % (last + 1)
+
+
+async def test_the_state_is_made_once_for_all_open_pages_until_there_is_news(
+    http: ClientSession, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = 0
+
+    def counted(watch: Watch) -> dict[str, Any]:
+        nonlocal made
+        made += 1
+        return {"made": made}
+
+    async def state() -> int:
+        return int((await (await http.get("api/state")).json())["made"])
+
+    monkeypatch.setattr(Watch, "state", counted)
+    assert (await state(), await state()) == (1, 2)
+    last = store.events(last=1)[0].number
+    async with asyncio.timeout(30), http.get("api/stream", params={"after": last - 1}) as stream:
+        await stream.content.readuntil(b"\n\n")
+        monkeypatch.setattr(ui, "LOOK_S", 3600.0)
+        while await state() != await state():  # the look that was under way when it was set
+            pass
+        seen = await state()
+        word = await log_in(http)
+        assert (await http.post("api/actions/pause", json={}, headers={"X-Fedge-Token": word})).status == 200
+        assert await state() == seen + 1
 
 
 async def test_figures_for_prometheus(http: ClientSession) -> None:
