@@ -76,6 +76,10 @@ SCRIPTS = {
     "serving.py": Script(("--requests", "16", "--rounds", "1"), ("loop", "json, 1", "binary, 16", "server_ms")),
     "simulate.py": Script(("scale", "--devices", "20", "--rounds", "1"), ("seconds", "peak_gib", "split")),
     "store.py": Script(("--reports", "20"), ("reports/s, 1 under way", "reports/s, 100 under way", "fsyncs/s")),
+    "watched.py": Script(
+        ("--devices", "3", "--pages", "2", "--turns", "1", "--turn-s", "3", "--settle-s", "1"),
+        ("nobody", "coordinator", "fedge ui", "round ms", "reads/s"),
+    ),
     "papers/cfic.py": Script((*QUICK, "--settings", "skew 0.1, lr 0.1"), ("FedAvg", "CFIC 0.9 / 0.2", "claim")),
     "papers/fedcoe.py": Script((*QUICK, "--data", str(DATA)), ("FedCoE printed", "repaired", "cold"), "mnist"),
     "papers/fedepc.py": Script((*QUICK, "--tables", "8.1,8.3"), ("8.1", "8.3", "random, no deadline", "index")),
@@ -160,7 +164,7 @@ def test_a_script_runs_and_its_rows_are_named_and_its_figures_finite(
     script = SCRIPTS[name]
     if script.data and not (DATA / script.data).exists():
         pytest.skip(f"it needs {script.data} in {DATA}")
-    if name in {"load.py", "round_overhead.py"}:
+    if name in {"load.py", "round_overhead.py", "watched.py"}:
         request.getfixturevalue("mosquitto_program")
     printed = run(name, (*script.arguments, "--json", "figures.json"), tmp_path)
     assert len(printed.splitlines()) >= 2
