@@ -29,15 +29,16 @@ from fedge.files import highest_release, remove_unread, write_atomically
 from fedge.messages import BlobRef, Codec, Order, Why
 from fedge.step import Failed, Steps, device_half
 from fedge.stopping import Stop, never
-from fedge.tensors import digest_of, flatten, from_bytes, to_bytes
+from fedge.tensors import Model, digest_of, flatten, from_bytes, to_bytes
 
 if TYPE_CHECKING:
+    from edge_agent.room import Stored
     from export import BundleInfo, Mixture, Pool
     from fedge.codec import Norms
     from fedge.models.training import Network
     from fedge.task import TaskSpec
     from fedge.tasks import DeviceData
-    from fedge.tensors import Layout, Model, Tensors
+    from fedge.tensors import Layout, Tensors
 
 log = logging.getLogger("fedge.agent")
 
@@ -82,9 +83,14 @@ class FailedError(Exception):
 class Unpacked:
     """An update before encoding: read-only, what decoding its bytes would give (`edge_agent.encoding`)."""
 
-    model: Model
+    kept: Model | Stored
     layout: Layout
     norms: Norms
+
+    @property
+    def model(self) -> Model:
+        """The update, read from the disk if it is there (`edge_agent.room`)."""
+        return self.kept if isinstance(self.kept, Model) else self.kept.read()
 
 
 class Kept(Struct, frozen=True, kw_only=True):

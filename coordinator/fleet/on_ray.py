@@ -33,6 +33,7 @@ from coordinator.ray import ray, resources_of_actors
 from edge_agent import batched
 from edge_agent.device import Unpacked, repeatable
 from edge_agent.encoding import in_one_process
+from edge_agent.room import Room
 from edge_agent.worker import Finished, Worker
 from fedge import codec
 from fedge.codec import Norms
@@ -104,7 +105,7 @@ class Shard:
         for order in orders:
             action = msgspec.msgpack.decode(order.body, type=self._steps[order.step])
             jobs.append(batched.Job(self._worker(order.device_id), order, action, self._fetch))
-        with volatile(), in_one_process():
+        with volatile(), in_one_process(Room()):
             done = batched.execute(jobs)
         updates: Updates = {}
         return [_told(job, each, self._recipe.layout, updates) for job, each in zip(jobs, done, strict=True)], updates

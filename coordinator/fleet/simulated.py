@@ -27,6 +27,7 @@ from coordinator.fleet.versions import Descent
 from edge_agent import batched
 from edge_agent.device import CACHED_MODELS, Unpacked
 from edge_agent.encoding import in_one_process
+from edge_agent.room import Room
 from edge_agent.worker import Finished, Worker
 from fedge import codec, weights
 from fedge.egress import ALL, Rules
@@ -49,6 +50,8 @@ INSTANT: Final = Hardware()
 RUN: Final = "simulation"
 AT_ONCE: Final = 2048
 """Devices at work at the same time: their samples are in memory then."""
+IN_MEMORY: Final = 2**31
+"""Bytes of unencoded updates; those beyond are on the disk (`edge_agent.room`)."""
 Execute = Callable[[Sequence[batched.Job]], list[Finished]]
 """Carries out orders of different devices; results in the order of the jobs."""
 
@@ -352,11 +355,16 @@ class SimulatedFleet:
     def _carried_out(self, asked: Sequence[_Asked], deadline_s: float | None = None) -> list[Answer]:
         """The raw results of the orders, in order."""
         finished: list[Finished] = []
-        with volatile(), in_one_process():
+        with volatile(), in_one_process(self._room()):
             for first in range(0, len(asked), AT_ONCE):
                 lot = asked[first : first + AT_ONCE]
                 finished += self._execute([self._job(each) for each in lot])
         return [self._answer(each, done, deadline_s) for each, done in zip(asked, finished, strict=True)]
+
+    def _room(self) -> Room:
+        """What earlier updates leave of the memory."""
+        kept = (own.kept for own in self._blobs.values() if isinstance(own, Unpacked))
+        return Room(IN_MEMORY - sum(update.params.nbytes for update in kept if isinstance(update, Model)))
 
     def _job(self, asked: _Asked) -> batched.Job:
         return batched.Job(self.workers[asked.order.device_id], asked.order, asked.action, self.get_bytes)

@@ -9,6 +9,7 @@ import pytest
 
 from edge_agent.device import Device, Unpacked
 from edge_agent.encoding import in_one_process, send_update
+from edge_agent.room import Room
 from edge_agent.worker import Worker
 from fedge import codec, models
 from fedge.errors import ProtocolError
@@ -52,7 +53,7 @@ def there(what: Model, part: Layout, codec_: Codec = Codec.FLOAT32) -> tuple[Blo
 def here(what: Model, part: Layout = LAYOUT, number: int = 1) -> tuple[BlobRef, Unpacked]:
     """As it stays in the process."""
     own = device(number)
-    with in_one_process():
+    with in_one_process(Room()):
         ref = send_update(own, what, part, Codec.FLOAT32)
     assert own.blobs == {}
     return ref, own.unpacked[ref.digest]
@@ -75,7 +76,7 @@ def test_what_stays_is_what_the_bytes_hold_and_counts_as_many(personal: Selector
 
 @pytest.mark.parametrize("codec_", [c for c in Codec if c is not Codec.FLOAT32])
 def test_codecs_that_round_or_pack_are_carried_out(codec_: Codec) -> None:
-    with in_one_process():
+    with in_one_process(Room()):
         found = there(update(), LAYOUT, codec_)
     assert found == there(update(), LAYOUT, codec_)
     assert found[0].codec is codec_

@@ -61,6 +61,21 @@ async def test_many_devices_are_at_work_in_lots_and_answer_as_if_they_were_not(t
     assert list(at_once) == list(fleet.workers)
 
 
+@pytest.mark.parametrize("model", ["mlp", "cnn"])  # side by side, and one after the other
+async def test_a_round_is_the_same_to_the_last_bit_where_updates_do_not_fit_into_memory(
+    tmp_path, monkeypatch, model
+) -> None:
+    async def models_after(in_memory: int) -> list[str]:
+        monkeypatch.setattr(simulated, "IN_MEMORY", in_memory)
+        fleet, layout, first, _ = digits(tmp_path / str(in_memory), n=5, model=model)
+        method = FedAvg(MethodSettings(rounds=2, sgd=Sgd(steps=2), codec=Codec.FLOAT32))
+        found: list[str] = []
+        await run(method, method.init(layout, first), fleet, lambda state: found.append(state.model.digest))
+        return found
+
+    assert await models_after(2**31) == await models_after(25_000) == await models_after(0)
+
+
 async def test_what_is_frozen_is_downloaded_once(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     samples = pool("digits", limit=100)
