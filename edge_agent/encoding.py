@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -47,25 +48,34 @@ def send_update(device: Device, update: Model, part: Layout, codec_: Codec) -> B
         ProtocolError: `not-finite`, training diverged.
         StoreError: the omitted part, or the update, cannot be stored.
     """
-    tensors = unflatten(update, device.layout)
-    own = {info.name: tensors[info.name] for info in part.tensors}
+    room = _room.get()
+    if codec_ is Codec.FLOAT32 and room is not None:
+        kept = update if part == device.layout else flatten(_part(device, update, part), part)
+        return _keep(device, kept, part, room)
+    own = _part(device, update, part)
     if codec_ is Codec.TOP:
         return device.send(_with_what_waited(device, flatten(own, part), part), codec_)
-    room = _room.get()
-    if codec_ is not Codec.FLOAT32 or room is None:
-        try:
-            data = codec.encode(own, codec_, {info.name for info in part.of_kind("buffer")})
-        except codec.NotFiniteError as error:
-            raise ProtocolError("not-finite", f"training diverged: {error}") from error
-        return device.send(data, codec_)
-    model = update if part == device.layout else flatten(own, part)
-    norms = codec.norms_of(model)
-    if not np.isfinite(norms).all():
+    try:
+        data = codec.encode(own, codec_, {info.name for info in part.of_kind("buffer")})
+    except codec.NotFiniteError as error:
+        raise ProtocolError("not-finite", f"training diverged: {error}") from error
+    return device.send(data, codec_)
+
+
+def _part(device: Device, update: Model, part: Layout) -> Tensors:
+    tensors = unflatten(update, device.layout)
+    return {info.name: tensors[info.name] for info in part.tensors}
+
+
+def _keep(device: Device, update: Model, part: Layout, room: Room) -> BlobRef:
+    """Attach an update that stays in the process."""
+    norms = codec.norms_of(update)
+    if not all(map(math.isfinite, norms)):
         raise ProtocolError("not-finite", "training diverged: a tensor holds NaN or infinity")
-    for vector in (model.params, model.buffers, model.counters):
+    for vector in (update.params, update.buffers, update.counters):
         vector.flags.writeable = False
-    ref = BlobRef(digest=digest_of(device.order.id.encode()), size_bytes=_float32_bytes(part), codec=codec_)
-    device.unpacked[ref.digest] = Unpacked(room.keep(model), part, norms)
+    ref = BlobRef(digest=digest_of(device.order.id.encode()), size_bytes=_float32_bytes(part), codec=Codec.FLOAT32)
+    device.unpacked[ref.digest] = Unpacked(room.keep(update), part, norms)
     return ref
 
 

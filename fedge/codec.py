@@ -252,10 +252,14 @@ def _square(tensors: Tensors, info: TensorInfo, codec: Codec) -> float:
     return _sum_of_squares(stored)
 
 
-@np.errstate(over="ignore", invalid="ignore")
 def _sum_of_squares(array: NDArray[Any]) -> float:
     """To a relative 1e-5, block by block in the CPU cache; NaN or infinite if a number is."""
-    numbers, total = array.reshape(-1), 0.0
+    return _sum_of_blocks(array.reshape(-1)) if array.size else 0.0
+
+
+@np.errstate(over="ignore", invalid="ignore")
+def _sum_of_blocks(numbers: NDArray[Any]) -> float:
+    total = 0.0
     for start in range(0, numbers.size, _BLOCK):
         block = numbers[start : start + _BLOCK].astype(np.float32, copy=False)
         square = float(np.dot(block, block))

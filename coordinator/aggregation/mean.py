@@ -56,13 +56,18 @@ class WeightedSums:
             raise ValueError(f"weight {weight} is negative or not finite")
         if weight == 0 or not clusters:
             return
+        if vector.size:
+            self._add(vector, weight * factor, clusters)
+        for k in clusters:
+            self._totals[k] += weight
 
+    def _add(self, vector: NDArray[np.floating[Any]], weight: float, clusters: Collection[int]) -> None:
         def add_share(start: int, end: int, scratch: NDArray[np.float64]) -> None:
             for first in range(start, end, BLOCK):
                 block = vector[first : min(first + BLOCK, end)]
                 scaled = scratch[: len(block)]
                 np.copyto(scaled, block)  # to float64 first: a multiplication that casts is slower than both
-                np.multiply(scaled, weight * factor, out=scaled)
+                np.multiply(scaled, weight, out=scaled)
                 for k in clusters:
                     target = self._sums[k, first : first + len(block)]
                     if self._totals[k]:
@@ -74,8 +79,6 @@ class WeightedSums:
         add_share(*self._shares[0])
         for other in others:
             other.result()
-        for k in clusters:
-            self._totals[k] += weight
 
     def means(self) -> tuple[NDArray[np.float64] | None, ...]:
         """The mean of each cluster, (d,); None where nothing was added. Divides in place: call it once, at the end."""
@@ -132,7 +135,10 @@ def cluster_averages(
 
     Cost: O(sum of cluster sizes * d) time, 8*K*d bytes beyond the model at hand.
     """
-    clusters_of = [[k for k, of_cluster in enumerate(members) if i in of_cluster] for i in range(len(sizes))]
+    clusters_of: list[list[int]] = [[] for _ in sizes]
+    for k, of_cluster in enumerate(members):
+        for i in set(of_cluster):
+            clusters_of[i].append(k)
     n_buffers, n_counters = (sum(t.size for t in layout.of_kind(kind)) for kind in ("buffer", "counter"))
     params = WeightedSums(len(members), layout.n_params)
     buffers = WeightedSums(len(members), n_buffers)

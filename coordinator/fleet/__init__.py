@@ -71,10 +71,22 @@ class Device:
 def asked(
     devices: Mapping[str, Device], actions: Mapping[str, Action], task: TaskSpec
 ) -> tuple[dict[str, Action], dict[str, Refusal]]:
-    """The actions to send, and immediate answers for devices that are not asked; both by id."""
-    if (frozen := needed_on_devices(task)) is not None:
-        actions = {i: msgspec.structs.replace(a, weights=frozen) if a.TRAINS else a for i, a in actions.items()}
-    found = {i: devices[i].asked(action) for i, action in actions.items()}
+    """The actions to send, and immediate answers for devices that are not asked; both by id.
+
+    Devices that get the same action, and know and withhold the same, share one: what is sent is then encoded once.
+    """
+    frozen = needed_on_devices(task)
+    shared: dict[tuple[int, tuple[str, ...], int | None], Action | Refusal] = {}
+
+    def sent(device: Device, action: Action) -> Action | Refusal:
+        version = action.VERSION if device.steps is None else device.steps.get(action.STEP)
+        key = id(action), device.withholds, version
+        if key not in shared:
+            trained = frozen is not None and action.TRAINS
+            shared[key] = device.asked(msgspec.structs.replace(action, weights=frozen) if trained else action)
+        return shared[key]
+
+    found = {i: sent(devices[i], action) for i, action in actions.items()}
     refused = {i: each for i, each in found.items() if isinstance(each, Refusal)}
     return {i: each for i, each in found.items() if isinstance(each, Action)}, refused
 

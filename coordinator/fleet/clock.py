@@ -51,13 +51,13 @@ def noise(hardware: Hardware, seed: int, round_number: int, label: str, device: 
 
 def dropped(hardware: Hardware, *, seed: int, round_number: int, label: str, device: str) -> bool:
     """Whether the order is never answered."""
-    return _uniform(seed, round_number, label, device, "drops") < hardware.drops
+    return bool(hardware.drops) and _uniform(seed, round_number, label, device, "drops") < hardware.drops
 
 
 def there(hardware: Hardware, before: bool | None, *, seed: int, round_number: int, device: str) -> bool:
     """Whether a device is present in a round. `before`: whether it was in the round before; None: the first one."""
     chance = hardware.availability if before is None else hardware.stays if before else hardware.returns
-    return _uniform(seed, round_number, "", device, "there") < chance
+    return chance >= 1 or _uniform(seed, round_number, "", device, "there") < chance
 
 
 def _uniform(seed: int, round_number: int, label: str, device: str, purpose: str) -> float:

@@ -383,7 +383,7 @@ class SimulatedFleet:
             return Answer(device_id, None, deadline_s, number)
         result, action = finished.result, asked.action
         try:
-            if not isinstance(result, Refusal):
+            if not isinstance(result, Refusal) and self._about(device_id).device.withholds:
                 result = self._rules[device_id].stripped(result, action.reveals())
             result = answering(action, result, self.task)
         except ProtocolError as error:

@@ -74,11 +74,13 @@ class DeviceData:
     @property
     def n_shared(self) -> int:
         """|D_iL|, the number of non-sensitive training samples."""
-        return int(np.count_nonzero(~self.sensitive))
+        return self.n_train - int(np.count_nonzero(self.sensitive))
 
     @property
     def shared(self) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """D_iL: inputs and labels of the non-sensitive training samples."""
+        if not self.sensitive.any():
+            return self.training
         return self.x_train[~self.sensitive], self.y_train[~self.sensitive]
 
     @property
