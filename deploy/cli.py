@@ -60,7 +60,7 @@ class InferSettings(Struct, frozen=True, kw_only=True):
     """Section [infer] of the configuration."""
 
     batch: Annotated[int, Meta(ge=1, description="Samples in one call.")] = 1
-    repeat: Annotated[int, Meta(ge=1, description="Predict so often, to measure latency.")] = 1
+    repeat: Annotated[int, Meta(ge=1, description="Repetitions, to measure latency.")] = 1
     runtime: RuntimeOption = "auto"
     mode: ModeOption = "normal"
     threads: ThreadsOption = 1
@@ -77,8 +77,8 @@ def infer(bundle: Path, inputs: tuple[Path, ...], config: Path | None, as_json: 
     """Predict with an installed bundle; needs no torch.
 
     INPUT is a PNG or JPEG picture, a folder or .zip of pictures, an .npy array (one sample or a batch), an .npz file
-    with x and, if the accuracy is wanted, the class numbers y, or a .csv or .parquet of a task with a schema. Of a
-    folder with one folder per class, it tells the accuracy, too.
+    with x, or a .csv or .parquet of a task with a schema. The accuracy is shown if the classes are known: y in the
+    .npz, one folder per class, or the schema's column.
 
     \b
     Examples:

@@ -19,7 +19,7 @@ WINDOW: Final = 200
 CERTAINTY: Final = 4.0
 """Standard errors of the mean over a window that a shift must exceed, so that chance alone hardly ever flags one."""
 NEGLIGIBLE: Final = 0.5
-"""Shift in deviations of one sample that is no drift however certain it is."""
+"""Shift in deviations of one sample that is not drift however certain it is."""
 
 
 @dataclass(slots=True)

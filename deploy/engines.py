@@ -14,11 +14,10 @@ import math
 import threading
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
-from typing import Annotated, Any, Final, Literal, Protocol
+from typing import Annotated, Final, Literal, Protocol
 
 import numpy as np
-from msgspec import Meta, Struct, UnsetType
-from numpy.typing import NDArray
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from deploy.sessions import Provider, Session
 from fedge.bundle import INPUT, INT8, LOGITS, OUTPUTS, Bundle, Part, PoolInfo
@@ -36,7 +35,7 @@ from fedge.fusion import (
     shifted,
 )
 from fedge.messages import Role
-from fedge.tensors import views_of
+from fedge.tensors import Tensors, views_of
 
 EngineName = Literal["fused", "separate", "lazy", "int8"]
 EngineChoice = Literal["auto", EngineName]
@@ -55,20 +54,18 @@ ROUNDING: Final = 1e-4
 """An energy that is above its bound by no more, relative to it, is not above: another engine recorded the bound."""
 
 
-RuntimeOption = Annotated[
-    EngineChoice, Meta(description="How bundles are run (docs/runtime.md); lazy and int8 are approximate.")
-]
-ModeOption = Annotated[Mode, Meta(description="shift: for samples unlike the device's own.")]
+RuntimeOption = Annotated[EngineChoice, Meta(description="Engine (docs/runtime.md); lazy and int8 are approximate.")]
+ModeOption = Annotated[Mode, Meta(description="shift: for samples unlike the device's own data.")]
 ThreadsOption = Annotated[int, Meta(ge=1, le=256, description="Threads of ONNX Runtime.")]
 ProviderOption = Annotated[
     str,
     Meta(
-        description="What ONNX Runtime computes on: cpu, cuda, tensorrt, xnnpack, another by its full name; if it does "
-        "not run, nothing does. auto: what is there, else the CPU."
+        description="Execution provider of ONNX Runtime: cpu, cuda, tensorrt, xnnpack, or another by its full name; an "
+        "error if it does not run. auto: the best that runs here."
     ),
 ]
 ProviderOptions = Annotated[
-    str, Meta(description="Of the provider, in ONNX Runtime's words: trt_fp16_enable=1,device_id=0.")
+    str, Meta(description="Options of the provider, as ONNX Runtime names them: trt_fp16_enable=1,device_id=0.")
 ]
 
 
@@ -116,14 +113,15 @@ def chosen(bundle: Bundle, engine: EngineChoice) -> EngineName:
     Raises:
         ConfigError: no such engine, or the bundle lacks what it needs.
     """
-    manifest = bundle.manifest
+    manifest, fusion = bundle.manifest, bundle.manifest.fusion
+    apart = bundle.branch and fusion.space is fusion.energy_temperature is UNSET
     if engine == "auto":
         largest = max(candidate.part.size_bytes for candidate in manifest.candidates)
-        return "separate" if bundle.branch and largest >= LARGE_PART_BYTES else "fused"
+        return "separate" if apart and largest >= LARGE_PART_BYTES else "fused"
     if engine not in ENGINES:
         raise ConfigError(f"no engine {engine!r}: auto, {', '.join(ENGINES)}")
-    if engine in {"separate", "lazy"} and not bundle.branch:
-        raise ConfigError(f"engine {engine} needs branch.onnx, which {bundle.folder} lacks: use fused, or export again")
+    if engine in {"separate", "lazy"} and not apart:
+        raise ConfigError(f"engine {engine} does not run {bundle.folder}, a pool or of an older fedge: use fused")
     if engine == "int8" and not isinstance(manifest.int8, Part):
         raise ConfigError(f"engine int8 needs int8.onnx, which {bundle.folder} lacks: `fedge export --int8` makes it")
     return engine
@@ -144,23 +142,19 @@ def make(bundle: Bundle, engine: EngineName, threads: int, providers: Sequence[P
     """
     if mode == "shift" and isinstance(bundle.manifest.pool, PoolInfo):
         raise ConfigError("a pool of modules has no prior to be flattened: use mode normal")
-    if mode == "normal" and engine in {"fused", "int8"}:
-        changed: dict[str, NDArray[Any]] = {}
-    else:
-        numbers = views_of((bundle.folder / bundle.manifest.gate.file_name).read_bytes())
-        changed = shifted(numbers) if mode == "shift" else {}
-        experts = [k for k, c in enumerate(bundle.manifest.candidates) if c.role.is_shared]
-        how = prepared(bundle.manifest.task.input_shape, numbers | changed, experts, bundle.manifest.fusion.top)
-    match engine:
-        case "fused":
-            parts = [part.file_name for part in dict.fromkeys(bundle.manifest.parts)]
-            return Whole(Session(bundle.graph, bundle.folder, threads, providers, changed, parts=parts))
-        case "int8":
-            return Whole(Session(bundle.folder / INT8, bundle.folder, threads, providers, changed))
-        case "separate":
-            return Separate(bundle, how, threads, providers)
-        case "lazy":
-            return Lazy(bundle, how, threads, providers)
+
+    def numbers() -> Tensors:
+        return views_of((bundle.folder / bundle.manifest.gate.file_name).read_bytes())
+
+    changed = shifted(numbers()) if mode == "shift" else {}
+    if engine == "fused":
+        parts = [part.file_name for part in dict.fromkeys(bundle.manifest.parts)]
+        return Whole(Session(bundle.graph, bundle.folder, threads, providers, changed, parts=parts))
+    if engine == "int8":
+        return Whole(Session(bundle.folder / INT8, bundle.folder, threads, providers, changed))
+    experts = [k for k, c in enumerate(bundle.manifest.candidates) if c.role.is_shared]
+    how = prepared(bundle.manifest.task.input_shape, numbers() | changed, experts, bundle.manifest.fusion.top)
+    return (Lazy if engine == "lazy" else Separate)(bundle, how, threads, providers)
 
 
 class Whole:

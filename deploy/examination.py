@@ -121,7 +121,7 @@ def examined(running: Path | None, staged: Path, home: Path, limits: Limits, how
     if running is not None:
         try:
             before = measure(load_update(running, how, again=True), validation)
-        except (FedgeError, OSError):  # a broken running bundle is no reference
+        except (FedgeError, OSError):  # a broken running bundle is not a reference
             before = None
     return Examination(
         reason=verdict(before, now, limits),

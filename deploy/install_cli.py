@@ -27,15 +27,15 @@ LOOK_S: Final = 0.2
 @click.command()
 @click.argument("bundle", required=False, type=click.Path(path_type=Path))
 @click.option("--home", required=True, type=click.Path(path_type=Path), help="Folder of the device's runtime.")
-@click.option("--root", type=click.Path(path_type=Path), help="Root of trust of the releases: `fedge release show`.")
+@click.option("--root", type=click.Path(path_type=Path), help="Root of trust: `fedge release show` names it.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def install(bundle: Path | None, home: Path, root: Path | None, *, as_json: bool) -> None:
     """Give a device its first bundle and its root of trust, by hand.
 
-    The bundle is verified, run once in a process of its own and, where one is installed already, compared with it on
-    the device's own samples (HOME/validation.npz); then it answers. Where `fedge serve` runs on this HOME, a bundle
-    of a higher release is handed to it, which does the same and lets it answer on trial; --root needs it stopped. Later
-    bundles come by `fedge rollout`.
+    The bundle is verified, run once in a separate process and, if another one is installed, compared with it on the
+    device's own samples (HOME/validation.npz); then it goes into service. If `fedge serve` runs on this HOME, a bundle
+    of a higher release is handed over to it: it does the same, and serves the bundle on trial. --root needs it stopped.
+    Later bundles come by `fedge rollout`.
 
     \b
     Examples:
@@ -45,8 +45,8 @@ def install(bundle: Path | None, home: Path, root: Path | None, *, as_json: bool
 
     \b
     Exit codes: 0 done, 2 no bundle or root of trust there, nothing to do, or HOME in use by another command, 4 the disk
-    is full or broken, 5 the bundle is not what its manifest says, or not fit for this device; what answered before goes
-    on.
+    is full or broken, 5 the bundle is not what its manifest says, or not fit for this device; the previous one stays in
+    service.
     """  # noqa: D301 - click needs the character itself
     if bundle is None and root is None:
         raise click.UsageError("name a bundle, --root, or both")

@@ -122,7 +122,7 @@ def decode(body: bytes, header_bytes: int | None = None) -> Request:
     try:
         request = msgspec.json.decode(body[:header_bytes], type=_Request)
     except MALFORMED as error:
-        raise ConfigError(f"the body is no inference request: {error}") from error
+        raise ConfigError(f"the body is not an inference request: {error}") from error
     names = [tensor.name for tensor in request.inputs]
     if names != [INPUT]:
         raise ConfigError(f"the inputs are {', '.join(names)[:200]}; give one, {INPUT}")
@@ -230,7 +230,7 @@ def _from_base64(tensor: _InputTensor) -> tuple[bytes, ...]:
         texts = _decoder(str, 1).decode(bytes(tensor.data))
         return tuple(base64.b64decode(text, validate=True) for text in texts)
     except (*MALFORMED, binascii.Error, ValueError) as error:
-        raise ConfigError(f"the data of {INPUT} are no list of base64 strings, a picture each: {error}") from error
+        raise ConfigError(f"the data of {INPUT} are not a list of base64 strings, a picture each: {error}") from error
 
 
 def _lengths_and_bytes(tail: bytes) -> tuple[bytes, ...]:

@@ -56,24 +56,23 @@ class ServeSettings(Credentials, frozen=True, kw_only=True):
     """Section [serve] of the configuration."""
 
     home: (
-        Annotated[Path, Meta(description="Folder of a device: serve what is installed there, as it is updated.")] | None
+        Annotated[Path, Meta(description="Folder of a device: serve its installed bundle, and each later one.")] | None
     ) = None
-    host: Annotated[str, Meta(description="Address to listen on; 0.0.0.0: everybody in the network may ask.")] = (
+    host: Annotated[str, Meta(description="Address to listen on; 0.0.0.0: all of this machine's networks.")] = (
         "127.0.0.1"
     )
     port: Annotated[int, Meta(ge=0, le=65535, description="Port to listen on; 0: a free one.")] = 8000
     max_batch: Annotated[int, Meta(ge=1, le=256, description="Samples of several requests in one call.")] = 8
     max_delay_ms: Annotated[
-        float, Meta(ge=0, le=1000, description="A request waits so long for others.", extra={"unit": "ms"})
+        float,
+        Meta(ge=0, le=1000, description="How long a request waits for others.", extra={"unit": "ms"}),
     ] = 0.0
-    max_waiting: Annotated[int, Meta(ge=1, le=10000, description="Requests that wait; more are told to come back.")] = (
-        64
-    )
-    max_body: Annotated[float, Meta(gt=0, le=1024, description="Of a request.", extra={"unit": "MiB"})] = 8.0
+    max_waiting: Annotated[int, Meta(ge=1, le=10000, description="Requests that may wait; others get 503.")] = 64
+    max_body: Annotated[float, Meta(gt=0, le=1024, description="Largest request.", extra={"unit": "MiB"})] = 8.0
     token: (
         Annotated[
             Secret,
-            Meta(description="Who asks must show it, for all but health; better in the environment, and with TLS."),
+            Meta(description="Clients must show it, except for health checks; set it in the environment, and use TLS."),
         ]
         | None
     ) = None
@@ -84,16 +83,15 @@ class ServeSettings(Credentials, frozen=True, kw_only=True):
     threads: ThreadsOption = 1
     provider: ProviderOption = "auto"
     provider_options: ProviderOptions = ""
-    broker: (
-        Annotated[str, Meta(description="MQTT broker, HOST:PORT: also answer the samples of sensors there.")] | None
-    ) = None
+    broker: Annotated[str, Meta(description="MQTT broker, HOST:PORT: also answer sensors there.")] | None = None
     federation: Annotated[Name, Meta(description="With a broker: the federation's name.")] | None = None
     id: Annotated[Name, Meta(description="With a broker: the name of this device.")] | None = None
     egress: (
-        Annotated[Path, Meta(description="The owner's file of what may leave; HOME/egress.toml without it.")] | None
+        Annotated[Path, Meta(description="The owner's file of what may leave; default: HOME/egress.toml.")] | None
     ) = None
     keepalive_s: Annotated[
-        int, Meta(ge=1, le=3600, description="The broker misses us after 1.5 times this.", extra={"unit": "s"})
+        int,
+        Meta(ge=1, le=3600, description="Keep-alive; after 1.5 times this we count as gone.", extra={"unit": "s"}),
     ] = 30
 
 
@@ -104,10 +102,10 @@ class ServeSettings(Credentials, frozen=True, kw_only=True):
 def serve(folders: tuple[str, ...], config: Path | None, as_json: bool, **flags: object) -> int:
     """Answer inference requests: the Open Inference Protocol 2 over HTTP, as Triton and KServe speak it.
 
-    FOLDER is a bundle, whose model is called like the folder, or the home of an agent, or NAME=FOLDER. Of a home, also
-    that of --home, the bundle that is installed answers, under its task's name; it is switched while it is served when
-    the agent writes a newer one or `fedge install` brings it. With --broker too, the device follows the rollouts of
-    its fleet in --home, and sensors may send samples over MQTT. Before other machines may ask, give it a certificate
+    FOLDER is a bundle, whose model has the folder's name, or an agent's home. NAME=FOLDER gives the model another name.
+    A home, like --home, serves its installed bundle under its task's name, and switches without a pause when the agent
+    writes a newer one or `fedge install` brings it. With --broker, the device also follows its fleet's rollouts in
+    --home, and sensors may send samples over MQTT. Before you let other machines in, give it a certificate
     (--http-cert-file) and a token (docs/runtime.md).
 
     \b
@@ -122,8 +120,8 @@ def serve(folders: tuple[str, ...], config: Path | None, as_json: bool, **flags:
 
     \b
     Exit codes: 2 wrong configuration, no such bundle, HOME in use, the provider does not run here, 3 the port is taken,
-    4 the disk is full or broken, 5 a bundle is not what its manifest says, 130 stopped; requests that came before are
-    answered. A broker that is away or refuses us ends nothing.
+    4 the disk is full or broken, 5 a bundle is not what its manifest says, 130 stopped, after answering open requests.
+    It keeps serving while the broker is away or refuses us.
     """  # noqa: D301 - click wants the backspace character itself
     settings = resolve(ServeSettings, "serve", config, flags)
     bind(federation=settings.federation, device=settings.id)
@@ -164,7 +162,7 @@ def _named(text: str) -> tuple[str | None, Path]:
     """Name and folder in FOLDER or NAME=FOLDER."""
     name, equals, path = text.partition("=")
     if equals and re.match(NAME, name) is None:
-        raise ConfigError(f"{name!r} is no name of a model (letters, digits, dot, dash, underscore): NAME={path}")
+        raise ConfigError(f"{name!r} is not a name of a model (letters, digits, dot, dash, underscore): NAME={path}")
     return (name, Path(path)) if equals else (None, Path(text))
 
 
@@ -178,7 +176,7 @@ def _model(settings: ServeSettings, name: str | None, folder: Path, held: contex
         return _device(settings, name, folder, held, rules)
     name = name or folder.resolve().name
     if re.match(NAME, name) is None:
-        raise ConfigError(f"{name!r} is no name of a model (letters, digits, dot, dash, underscore): NAME={folder}")
+        raise ConfigError(f"{name!r} is not a name of a model (letters, digits, dot, dash, underscore): NAME={folder}")
     return _Model(name, Fixed(load_as(folder, _how(settings))))
 
 

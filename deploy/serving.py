@@ -119,7 +119,7 @@ class Served:
         if n != 1:
             raise ConfigError(f"the parameter label is for a request with one sample, not {n}")
         if label not in classes:
-            raise ConfigError(f"the label {label[:100]!r} is no class; there are {', '.join(classes)}"[:1000])
+            raise ConfigError(f"the label {label[:100]!r} is not a class; there are {', '.join(classes)}"[:1000])
         return np.array([classes.index(label)])
 
     async def _samples(self, request: protocol.Request) -> NDArray[np.float32]:

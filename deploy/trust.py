@@ -214,9 +214,9 @@ def install_root(home: Path, root: bytes) -> None:
         if genuine:
             metadata.signed.verify_delegate(Root.type, metadata.signed_bytes, metadata.signatures)
     except (RepositoryError, ValueError) as error:
-        raise ConfigError(f"this is no root of trust: {error}") from error
+        raise ConfigError(f"this is not a root of trust: {error}") from error
     if not genuine:
-        raise ConfigError("this is no root of trust but other metadata: take 1.root.json")
+        raise ConfigError("this is not a root of trust but other metadata: take 1.root.json")
     shutil.rmtree(home / "trust", ignore_errors=True)
     write_atomically(home / "root.json", root)
 

@@ -35,11 +35,11 @@ log = logging.getLogger("fedge.agent")
 def agent(config: Path | None, as_json: bool, **flags: object) -> int:
     """Take part in a federation with the data of this device, until Ctrl-C or SIGTERM.
 
-    Raw samples, labels, samples marked sensitive and the private model never leave the device; what else may, the
-    device's owner says in HOME/egress.toml, and `fedge egress` shows what did (docs/privacy.md).
-    Killed at any moment and started again with the same --home it goes on where it was. Without torch (or with
-    --inference-only) it trains nothing and needs no labels: methods with a global model (fedge, fedavg, ...) send it
-    that as a finished bundle, fedcoe sends one for its samples.
+    Raw samples, labels, samples marked sensitive and the private model never leave the device. What else may leave, its
+    owner says in HOME/egress.toml; `fedge egress` shows what did (docs/privacy.md). If it is killed at any moment and
+    started again with the same --home, it continues where it was. Without torch (or with --inference-only) it trains
+    nothing and needs no labels: methods with a global model (fedge, fedavg, ...) send that as a finished bundle, fedcoe
+    sends one for its samples.
 
     \b
     Examples:

@@ -33,14 +33,14 @@ TASK: Final = "task.json"
 @click.option(
     "--request", "device_id", metavar="ID", help="Make a key here, and ID.csr for `fedge provision device --request`."
 )
-@click.option("--data", type=click.Path(path_type=Path), help="The agent's samples: an .npz, or a folder.")
-@click.option("--task", help="What is learned, as for `fedge agent`; by default what the kit says.")
+@click.option("--data", type=click.Path(path_type=Path), help="The agent's samples: an .npz or a folder.")
+@click.option("--task", help="Task, as for `fedge agent`; default: that of the kit.")
 @click.option(
     "--folder",
     type=click.Path(path_type=Path, file_okay=False),
     default=FOLDER,
     show_default=True,
-    help="Of identity and configuration. Only the agent of the default one is made a service.",
+    help="For identity and configuration. Only with the default folder the agent becomes a service.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def enrol(
@@ -54,8 +54,8 @@ def enrol(
 ) -> None:
     """Make this machine the device that a start-up kit names (`fedge provision device`); "-" reads it from a pipe.
 
-    Writes FOLDER/identity and FOLDER/agent.toml, the configuration of `fedge agent`; one that is there stays as it is.
-    Run as root under systemd it also makes the agent a service, as the user fedge, and starts it. A kit names no code.
+    Writes FOLDER/identity and FOLDER/agent.toml, the configuration of `fedge agent`; an existing one stays unchanged.
+    As root under systemd it also makes the agent a service of the user fedge, and starts it. A kit names no code.
 
     \b
     Examples:

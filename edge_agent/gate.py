@@ -7,8 +7,8 @@ folded into the first layer, so the bundle's gate takes raw inputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 import torch
@@ -28,13 +28,6 @@ _SMALLEST_SPREAD: Final = 0.1
 """Of the mean spread: an input that hardly varies here must not be blown up where it does."""
 
 
-class Logits(NamedTuple):
-    """Inputs for fusing logits instead of probabilities (scmoe_pfl.md 11.3): (M, m, C) and labels (m,)."""
-
-    values: Array
-    labels: NDArray[np.int64]
-
-
 def train_gate(
     x: NDArray[np.floating],
     log_p: Array,
@@ -44,7 +37,6 @@ def train_gate(
     decay: float = DECAY,
     experts: Sequence[int] = (),
     top: int = 2,
-    fused_logits: Logits | None = None,
 ) -> GateWeights:
     """Fit the gate by full-batch Adam to -mean log p_y + decay * ||gate parameters||^2.
 
@@ -56,7 +48,6 @@ def train_gate(
         decay: see above; of all parameters.
         experts: candidates of which only the `top` largest scores take part in a sample, as in `fedge.fusion`.
         top: see `experts`.
-        fused_logits: finite; p = softmax(sum of alpha_k l_k) instead of the mixture of the q_k.
     """
     usable = np.isfinite(log_p)
     rows = usable.any(axis=1)
@@ -65,13 +56,10 @@ def train_gate(
     inputs = gate_features(x)
     mean, scale = _standardisation(inputs) if x.ndim != 4 else (0.0, 1.0)
     network = _network(inputs.shape[1], log_p.shape[1], seed)
-    fused = _of_probabilities(np.where(usable, log_p, -np.inf)[rows])
-    if fused_logits is not None:
-        fused = _of_logits(fused_logits.values[:, rows], fused_logits.labels[rows])
     _fit(
         network,
         tensor(((inputs - mean) / scale)[rows].astype(np.float32)),
-        fused,
+        tensor(np.where(usable, log_p, -np.inf)[rows].astype(np.float32)),
         tensor(np.where(usable, scores, -np.inf)[rows].astype(np.float32)),
         decay,
         torch.tensor(experts if len(experts) > top else ()),
@@ -102,33 +90,19 @@ def _network(n_inputs: int, n_candidates: int, seed: int) -> nn.Sequential:
     return network
 
 
-Fused = Callable[[Tensor], Tensor]
-"""Log p_y of the mixture, (m,), by log alpha, (m, M)."""
-
-
-def _of_probabilities(log_p: Array) -> Fused:
-    of_candidates = tensor(log_p.astype(np.float32))
-    return lambda log_alpha: torch.logsumexp(log_alpha + of_candidates, dim=1)
-
-
-def _of_logits(values: Array, labels: NDArray[np.int64]) -> Fused:
-    logits, y = tensor(values.transpose(1, 0, 2).astype(np.float32)), torch.from_numpy(labels)[:, None]
-
-    def log_p(log_alpha: Tensor) -> Tensor:
-        mixed = (log_alpha.exp()[:, :, None] * logits).sum(dim=1)
-        return torch.log_softmax(mixed, dim=1).gather(1, y)[:, 0]
-
-    return log_p
+def log_mixture(log_alpha: Tensor, log_p: Tensor) -> Tensor:
+    """Log p_y of the mixture, (m,), from log alpha and the candidates' log q_k of the true class, (m, M) each."""
+    return torch.logsumexp(log_alpha + log_p, dim=1)
 
 
 def _fit(
-    network: nn.Sequential, inputs: Tensor, fused: Fused, scores: Tensor, decay: float, experts: Tensor, top: int
+    network: nn.Sequential, inputs: Tensor, log_p: Tensor, scores: Tensor, decay: float, experts: Tensor, top: int
 ) -> None:
     parameters = list(network.parameters())
     optimiser = torch.optim.Adam(parameters, lr=LEARNING_RATE)
     for _ in range(STEPS):
         log_alpha = torch.log_softmax(_selected(scores + network(inputs), experts, top), dim=1)
-        likelihood = fused(log_alpha).mean()
+        likelihood = log_mixture(log_alpha, log_p).mean()
         squares = torch.stack([parameter.square().sum() for parameter in parameters]).sum()
         optimiser.zero_grad()
         (decay * squares - likelihood).backward()  # type: ignore[no-untyped-call]

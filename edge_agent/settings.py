@@ -27,9 +27,7 @@ class AgentSettings(Credentials, frozen=True, kw_only=True):
         Name,
         Meta(description="Name of this device, unique in the federation: letters, digits, dot, dash, underscore."),
     ]
-    home: Annotated[
-        Path, Meta(description="Folder of this agent: private model, unfinished orders, bundles. One agent each.")
-    ]
+    home: Annotated[Path, Meta(description="Folder of this agent alone: private model, unfinished orders, bundles.")]
     task: Annotated[
         str,
         Meta(
@@ -38,66 +36,66 @@ class AgentSettings(Credentials, frozen=True, kw_only=True):
         ),
     ]
     data: Annotated[Path, Meta(description="This device's samples: an .npz, or a folder with a folder per class.")]
-    seed: Annotated[int, Meta(ge=0, description="Of the validation split, where the data bring none.")] = 0
+    seed: Annotated[int, Meta(ge=0, description="Seed of the validation split, if the data have none.")] = 0
     train_on: TrainOn = Processor.CPU
     inference_only: Annotated[
-        bool, Meta(description="Never train: wait for a finished bundle. Always so where torch is missing.")
+        bool, Meta(description="Never train: wait for a finished bundle. Always so without torch.")
     ] = False
     egress: (
-        Annotated[Path, Meta(description="The owner's file of what may leave; HOME/egress.toml without it.")] | None
+        Annotated[Path, Meta(description="The owner's file of what may leave; default: HOME/egress.toml.")] | None
     ) = None
     max_epsilon: (
         Annotated[
             float,
             Meta(
                 gt=0,
-                description="Privacy budget: tell nothing of the samples but with noise, and no more when all of it "
-                "together would exceed this epsilon (docs/privacy.md).",
+                description="Privacy budget: reveal the samples only with noise, and nothing more once the total would "
+                "exceed this epsilon (docs/privacy.md).",
             ),
         ]
         | None
     ) = None
-    delta: Annotated[float, Meta(gt=0, lt=1, description="Delta of --max-epsilon: below 1 / samples here.")] = 1e-5
+    delta: Annotated[float, Meta(gt=0, lt=1, description="Delta of --max-epsilon: below 1 / samples.")] = 1e-5
     min_cohort: Annotated[
         int,
         Meta(ge=2, description="Decline masked sums of fewer devices, or that differ by fewer from an earlier one."),
     ] = MIN_COHORT
     min_free_ram_gb: (
-        Annotated[float, Meta(ge=0, description="Decline work with less free memory.", extra={"unit": "GB"})] | None
+        Annotated[float, Meta(ge=0, description="Decline work if less memory is free.", extra={"unit": "GB"})] | None
     ) = None
     max_temperature_c: (
-        Annotated[float, Meta(description="Decline work when hotter, where there is a sensor.", extra={"unit": "C"})]
-        | None
+        Annotated[float, Meta(description="Decline work if hotter; needs a sensor.", extra={"unit": "C"})] | None
     ) = None
     min_battery: (
         Annotated[
-            float, Meta(ge=0, le=1, description="Decline work with less charge, on battery.", extra={"unit": "0..1"})
+            float, Meta(ge=0, le=1, description="Decline work on battery with less charge.", extra={"unit": "0..1"})
         ]
         | None
     ) = None
     context_interval_s: Annotated[
-        float, Meta(gt=0, description="How often the device says how it is.", extra={"unit": "s"})
+        float, Meta(gt=0, description="How often the device reports its state.", extra={"unit": "s"})
     ] = 10.0
     keep_worker_s: (
         Annotated[
             float,
             Meta(
                 ge=0,
-                description="How long the process that trains waits for the next order before it gives its memory "
-                "back; by default 60 s, or not at all with less than 0.5 GB free.",
+                description="How long the training process waits for the next order before it frees its memory; "
+                "default: 60 s, or 0 if less than 0.5 GB is free.",
                 extra={"unit": "s"},
             ),
         ]
         | None
     ) = None
     steps: Annotated[
-        str, Meta(description="Steps of your own, package.module:Class, comma-separated, beside those installed.")
+        str, Meta(description="Your own steps besides the installed ones, package.module:Class, comma-separated.")
     ] = ""
     allow: Annotated[
-        str, Meta(description="Code that the .json of a task may name, package.module:name, comma-separated.")
+        str, Meta(description="Code that a task's .json may name, package.module:name, comma-separated.")
     ] = ""
     keepalive_s: Annotated[
-        int, Meta(ge=1, le=3600, description="The broker misses us after 1.5 times this.", extra={"unit": "s"})
+        int,
+        Meta(ge=1, le=3600, description="Keep-alive; after 1.5 times this we count as gone.", extra={"unit": "s"}),
     ] = 30
 
     @property

@@ -64,7 +64,7 @@ def sparsity_profile(module: nn.Module, x: NDArray[np.float32], processor: torch
     """Profile of n >= 1 inputs (n, ...); the module, on `processor`, is put into evaluation mode. One forward pass.
 
     Raises:
-        ConfigError: the network's last activation is no ReLU module, or has more than 4096 units.
+        ConfigError: the network's last activation is not a ReLU module, or has more than 4096 units.
         ValueError: an activation is not finite.
     """
     module.eval()

@@ -238,8 +238,6 @@ def _described(mixture: Mixture, parts: list[Part], energy_max: NDArray[np.float
         energy_clip=None if math.isinf(mixture.energy_clip) else float(mixture.energy_clip),
         top=mixture.top,
         guard=guard,
-        space=UNSET if mixture.space == "prob" else mixture.space,
-        energy_temperature=UNSET if mixture.energy_temperature == 1 else mixture.energy_temperature,
     )
     return candidates, fusion, None
 

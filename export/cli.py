@@ -29,21 +29,21 @@ from fedge.validation import load_validation
     type=click.FloatRange(0, 1),
     default=Int8Limits().agreement,
     show_default=True,
-    help="Smallest share of samples on which 8 bits have to give the class of float32.",
+    help="Smallest share of samples on which 8 bits and float32 must give the same class.",
 )
 @click.option(
     "--int8-accuracy-drop",
     type=click.FloatRange(0, 1),
     default=Int8Limits().accuracy_drop,
     show_default=True,
-    help="Largest loss of accuracy on the device's samples by 8 bits.",
+    help="Largest loss of accuracy by 8 bits on the device's samples.",
 )
 @click.option(
     "--int8-latency-ratio",
     type=click.FloatRange(0),
     default=Int8Limits().latency_ratio,
     show_default=True,
-    help="Largest time of 8 bits for a sample, by that of float32, on this machine.",
+    help="Largest time per sample in 8 bits, relative to float32, on this machine.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per home, a line each.")
 def export(
@@ -58,10 +58,10 @@ def export(
 ) -> None:
     """Write the bundle of a device or a model for ONNX Runtime.
 
-    HOME is an agent's home, or a bundle. Its newest bundle is verified: every digest, and a run in ONNX Runtime. With
-    --out it is copied, of several homes each to a folder of its name. With --int8 the copy can be run in 8 bits, too
-    (`fedge infer --runtime int8`), unless that predicts worse on HOME/validation.npz than the limits allow or is slower
-    on this machine: run it on the board that is to predict.
+    HOME is an agent's home, or a bundle. Its newest bundle is verified: every digest, and a run in ONNX Runtime. --out
+    copies it; with several homes, each to a folder of its name. With --int8 the copy can also run in 8 bits
+    (`fedge infer --runtime int8`), unless that predicts worse on HOME/validation.npz than the limits allow, or is
+    slower on this machine: run it on the board that will predict.
 
     \b
     Examples:

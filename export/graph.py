@@ -54,13 +54,8 @@ def gate_tensors(mixture: Mixture, dtype: type[np.floating] = np.float32) -> dic
         "prior": np.array(kappa)[:, None] * np.asarray(mixture.log_prior, np.float64),
         "guard.share": [0.5 if guard else 0.0],
     }
-    if mixture.energy_temperature != 1:
-        floats["energy.scale"] = 1 / mixture.energy_temperature
-    if mixture.space == "logit":
-        floats = {name: value for name, value in floats.items() if name not in {"scale", "prior", "guard.share"}}
     tensors: dict[str, NDArray[np.generic]] = {name: np.array(value, dtype) for name, value in floats.items()}
-    if mixture.space == "prob":
-        tensors["order"] = np.array([*range(len(candidates)), guard.candidate if guard else 0], np.int64)
+    tensors["order"] = np.array([*range(len(candidates)), guard.candidate if guard else 0], np.int64)
     return tensors
 
 
@@ -212,9 +207,8 @@ def add_fusion(graph: Graph, n_classes: int, mixture: Mixture) -> None:
     logits = graph.op("Reshape", flat, graph.const([-1, m, n_classes]))
     classes, infinity = graph.const([2]), graph.const(np.float32(np.inf))
 
-    # s = log ω + r + β clip(ẽ); ẽ = (logsumexp l / T − μ) / σ
-    cooled = logits if mixture.energy_temperature == 1 else graph.op("Mul", logits, "energy.scale")
-    lse = graph.op("ReduceLogSumExp", cooled, classes, keepdims=0)
+    # s = log ω + r + β clip(ẽ); ẽ = (logsumexp l − μ) / σ
+    lse = graph.op("ReduceLogSumExp", logits, classes, keepdims=0)
     energy = graph.op("Mul", graph.op("Sub", lse, "energy.mean"), "energy.inverse_std")
     clipped = graph.op("Clip", energy, "energy.low", "energy.high")
     score = graph.op("Add", graph.op("Mul", clipped, "energy.beta"), "gate")
@@ -228,13 +222,6 @@ def add_fusion(graph: Graph, n_classes: int, mixture: Mixture) -> None:
         score = _select(graph, m, score, mixture.experts, mixture.top)
     alpha = graph.op("Softmax", score, axis=1)
     graph.op("Where", usable, alpha, graph.const(np.float32(0)), out="weights")
-
-    if mixture.space == "logit":  # p = softmax(Σ α_k l_k)
-        last, nothing = graph.const([2]), graph.const(np.float32(0))
-        clean = graph.op("Where", graph.op("Unsqueeze", usable, last), logits, nothing)
-        mixed = graph.op("Mul", graph.op("Unsqueeze", alpha, last), clean)
-        graph.op("Softmax", graph.op("ReduceSum", mixed, graph.const([1]), keepdims=0), axis=1, out="probabilities")
-        return
 
     # exp q, a row for each candidate and one for the guard; a row of zeros is 1/C, which remains if nothing is usable
     rows = graph.op("Gather", logits, "order", axis=1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -80,8 +80,6 @@ class Mixture:
         gate: the residual gate.
         guard: the alternative that gets half of the output, or None.
         top: at most this many global and expert candidates take part in a sample; private and local always do.
-        space: what is mixed, probabilities or logits (scmoe_pfl.md 11.3); logits without prior, temperatures and guard.
-        energy_temperature: T > 0 of the energies logsumexp(l / T) (scmoe_pfl.md 11.2).
         energy_clip: bound of the standardised energy; math.inf with energy_mean 0, energy_std 1 and beta 1 is
             SCMoE-PFL's raw energy.
     """
@@ -93,8 +91,6 @@ class Mixture:
     guard: Guard | None = None
     top: int = 2
     energy_clip: float = ENERGY_CLIP
-    space: Literal["prob", "logit"] = "prob"
-    energy_temperature: float = 1.0
 
     @property
     def experts(self) -> tuple[int, ...]:

@@ -42,8 +42,8 @@ def release() -> None:
 def init(repo: Path, *, as_json: bool) -> None:
     """Make a repository with new keys, one for each role.
 
-    Keep REPO/keys/root.*.pem and REPO/keys/targets.*.pem off line, on a medium of their own; `add` needs the second,
-    `rotate` the first; `renew`, for a machine that is on line, needs those of snapshot and timestamp alone.
+    Keep REPO/keys/root.*.pem and REPO/keys/targets.*.pem offline, on a separate medium. `rotate` needs the first, `add`
+    the second; `renew`, which runs online, needs only the keys of snapshot and timestamp.
 
     \b
     Examples:
@@ -58,13 +58,13 @@ def init(repo: Path, *, as_json: bool) -> None:
 @release.command()
 @_repo
 @click.argument("bundle", type=click.Path(path_type=Path))
-@click.option("--name", default="manifest", show_default=True, help="Tells bundles of one release apart.")
-@click.option("--number", type=click.IntRange(1), help="Of the release; without: that of the bundle.")
+@click.option("--name", default="manifest", show_default=True, help="Distinguishes bundles of one release.")
+@click.option("--number", type=click.IntRange(1), help="Number of the release; default: that of the bundle.")
 @_json
 def add(repo: Path, bundle: Path, name: str, number: int | None, *, as_json: bool) -> None:
     """Release a bundle, or the newest one of an agent's home: sign its manifest, keep its files for devices to fetch.
 
-    A release is never changed: count up. Devices take none below the highest that they have had, whoever made that.
+    A release never changes: count up. A device takes no release below the highest that it has had, whoever made it.
     `fedge rollout make` releases what a coordinator has learned.
 
     \b
@@ -88,10 +88,10 @@ def add(repo: Path, bundle: Path, name: str, number: int | None, *, as_json: boo
 @click.argument("role", type=click.Choice(ROLES))
 @_json
 def rotate(repo: Path, role: str, *, as_json: bool) -> None:
-    """Replace the key of a role: it was lost, leaked, or is old. Devices follow by the new root.
+    """Replace the key of a role that was lost, leaked or is old. Devices follow through the new root.
 
-    A root key that was lost cannot be replaced so: the old one has to sign for the new. Then devices need a new root of
-    trust by hand.
+    A lost root key cannot be replaced this way, since the old one must sign the new one: devices then need a new root
+    of trust by hand.
 
     \b
     Examples:
@@ -109,10 +109,10 @@ def rotate(repo: Path, role: str, *, as_json: bool) -> None:
 @_repo
 @_json
 def renew(repo: Path, *, as_json: bool) -> None:
-    """Sign the newest state again before it expires; to be run daily, as by cron.
+    """Sign the newest state again before it expires; run it daily, for example by cron.
 
-    Needs the keys of snapshot and timestamp; those of root and targets only when half of their lifetime is over. A
-    device that hears of nothing new within a role's lifetime refuses all updates until it is renewed.
+    Needs the keys of snapshot and timestamp; those of root and targets only after half of their lifetime. A device that
+    hears nothing new within a role's lifetime refuses all updates until it is renewed.
 
     \b
     Examples:

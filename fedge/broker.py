@@ -255,7 +255,7 @@ def federation_of(identity: Path) -> str:
 
     subject = subject_of(load_certificate(identity / CERTIFICATE))
     if subject is None or subject.role is not Role.BROKER:
-        raise ConfigError(f"{identity} is no broker's identity: that is FOLDER/broker of `fedge provision`")
+        raise ConfigError(f"{identity} is not a broker's identity: that is FOLDER/broker of `fedge provision`")
     return subject.federation
 
 
@@ -315,7 +315,11 @@ async def _run(running: LocalBroker, *, follow: bool, as_json: bool) -> None:
 
 @click.command()
 @click.option(
-    "--kind", type=click.Choice(KINDS), default="auto", show_default=True, help="Which broker; auto: the best."
+    "--kind",
+    type=click.Choice(KINDS),
+    default="auto",
+    show_default=True,
+    help="auto: Mosquitto if installed.",
 )
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=1883, show_default=True, help="TCP port; 0: a free one.")
@@ -323,14 +327,14 @@ async def _run(running: LocalBroker, *, follow: bool, as_json: bool) -> None:
 @click.option(
     "--identity",
     type=click.Path(path_type=Path),
-    help="FOLDER/broker of `fedge provision`: let in the members of this federation alone, over TLS.",
+    help="FOLDER/broker of `fedge provision`: admit only members of this federation, over TLS.",
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object when it listens, with its kind, host and port.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object with kind, host and port, once it listens.")
 def broker(kind: str, host: str, port: int, home: Path | None, identity: Path | None, *, as_json: bool) -> None:
-    """Run a broker on this machine until Ctrl-C: Mosquitto where it is installed, otherwise amqtt.
+    """Run a broker on this machine until Ctrl-C: Mosquitto if it is installed, otherwise amqtt.
 
-    It lets everybody in who can reach the address, so keep it on this machine or on a closed network; or give it an
-    identity (`fedge provision`), for Mosquitto alone. Then it starts anew by itself when a certificate was revoked.
+    It admits everybody who can reach the address, so keep it on this machine or a closed network. Or give Mosquitto an
+    identity (`fedge provision`): it then admits members only, and restarts itself when a certificate is revoked.
 
     \b
     Examples:
@@ -340,7 +344,7 @@ def broker(kind: str, host: str, port: int, home: Path | None, identity: Path | 
       fedge broker --port 0 --json
 
     \b
-    Exit codes: 0 stopped, 2 wrong usage, 3 it does not start, or ended by itself.
+    Exit codes: 0 stopped, 2 wrong usage, 3 it does not start or ends by itself.
     """  # noqa: D301 - click wants the backspace character itself
     local = LocalBroker(kind, host=host, port=port, home=home, identity=identity)
     asyncio.run(_run(local, follow=identity is not None, as_json=as_json))

@@ -105,8 +105,8 @@ class Fusion(_Part, frozen=True, kw_only=True):
     energy_clip: Positive | None  # None: unbounded raw energy
     top: Annotated[int, Meta(ge=1)]
     guard: GuardInfo | None
-    space: Literal["logit"] | UnsetType = UNSET  # where mixing takes place; omitted: probabilities
-    energy_temperature: Positive | UnsetType = UNSET  # omitted: 1
+    space: Literal["logit"] | UnsetType = UNSET  # of fedge 0.1, which could mix logits; only the graph still does
+    energy_temperature: Positive | UnsetType = UNSET  # the same; omitted: 1
 
 
 class PoolInfo(_Part, frozen=True, kw_only=True):
@@ -324,7 +324,7 @@ def _require_bounded(path: Path, graph: memoryview) -> None:
     try:
         reason = unbounded(graph)
     except ValueError as error:
-        reason = f"it is no graph: {error}"
+        reason = f"it is not a graph: {error}"
     if reason:
         raise UpdateRejected(f"{path}: {reason}")
 

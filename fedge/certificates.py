@@ -50,7 +50,7 @@ def device_subject(federation: str, device_id: str) -> Subject:
     """
     if re.match(NAME, device_id) is None:
         words = "1 to 63 letters, digits, dots, dashes, underscores, the first no sign"
-        raise ConfigError(f"{device_id!r} is no name of a device: {words}")
+        raise ConfigError(f"{device_id!r} is not a name of a device: {words}")
     if device_id in set(Role) - {Role.DEVICE}:
         raise ConfigError(f"no device can be called {device_id}: at the broker a part of the server has that name")
     return Subject(federation, Role.DEVICE, device_id)
@@ -133,9 +133,9 @@ def read_request(data: bytes) -> tuple[str, ec.EllipticCurvePublicKey]:
         key, valid = request.public_key(), request.is_signature_valid
         names = request.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
     except UNREADABLE as error:
-        raise ConfigError(f"that is no request for a certificate: {error}") from error
+        raise ConfigError(f"that is not a request for a certificate: {error}") from error
     if not valid or len(names) != 1 or not isinstance(key, ec.EllipticCurvePublicKey):
-        raise ConfigError("that is no request for a certificate that `fedge enrol` or an agent has made")
+        raise ConfigError("that is not a request for a certificate that `fedge enrol` or an agent has made")
     return str(names[0].value), key
 
 

@@ -22,14 +22,14 @@ KEY: Final = "own.key"
 class Credentials(Struct, frozen=True, kw_only=True):
     """Base of the settings of such a command: password, certificates, or neither."""
 
-    username: Annotated[str, Meta(description="At the broker.")] | None = None
-    password: Annotated[Secret, Meta(description="At the broker; better in the environment.")] | None = None
+    username: Annotated[str, Meta(description="User name at the broker.")] | None = None
+    password: Annotated[Secret, Meta(description="Password at the broker; best set in the environment.")] | None = None
     identity: (
-        Annotated[Path, Meta(description="Folder of `fedge enrol` or `fedge provision`, in place of the three files.")]
+        Annotated[Path, Meta(description="Folder of `fedge enrol` or `fedge provision`, instead of the three files.")]
         | None
     ) = None
     ca_file: Annotated[str, Meta(description="Certificate authority of the broker; turns TLS on.")] | None = None
-    cert_file: Annotated[str, Meta(description="Our own certificate, where the broker demands one.")] | None = None
+    cert_file: Annotated[str, Meta(description="Our own certificate, if the broker demands one.")] | None = None
     key_file: Annotated[str, Meta(description="Its private key.")] | None = None
 
     def at(self, address: str, *, keepalive_s: int = 30) -> BrokerSettings:
@@ -81,7 +81,7 @@ class Credentials(Struct, frozen=True, kw_only=True):
             context.load_cert_chain(self.cert_file, self.key_file, password=no_passphrase)
         except OSError as error:
             pair = f"cert_file {self.cert_file} and key_file {self.key_file or self.cert_file}"
-            raise ConfigError(f"{pair} are no certificate with its private key: {error}") from error
+            raise ConfigError(f"{pair} are not a certificate with its private key: {error}") from error
 
 
 def no_passphrase() -> str:

@@ -92,7 +92,7 @@ class EgressSettings(Struct, frozen=True, kw_only=True):
     """Section [egress] of the owner's file."""
 
     preset: Annotated[Literal["default", "strict"], Meta(description="Kinds that may leave.")] = "default"
-    allow: Annotated[str, Meta(description="Kinds that may leave beside those of the preset, comma-separated.")] = ""
+    allow: Annotated[str, Meta(description="Further kinds that may leave, comma-separated.")] = ""
     forbid: Annotated[str, Meta(description="Kinds of the preset that may not leave, comma-separated.")] = ""
 
 

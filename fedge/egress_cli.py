@@ -33,16 +33,16 @@ NOUNS: Final = {
 
 @click.command()
 @click.argument("home", type=click.Path(path_type=Path))
-@click.option("--rules", is_flag=True, help="What may leave, field by field, in place of what has left.")
-@click.option("--egress", type=click.Path(path_type=Path), help="The owner's file; HOME/egress.toml without it.")
-@click.option("--last", type=click.IntRange(min=1), default=40, show_default=True, help="So many lines, the newest.")
+@click.option("--rules", is_flag=True, help="Show what may leave, field by field, instead of what has left.")
+@click.option("--egress", type=click.Path(path_type=Path), help="The owner's file; default: HOME/egress.toml.")
+@click.option("--last", type=click.IntRange(min=1), default=40, show_default=True, help="Number of lines, the newest.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per line, of all lines.")
 def egress(home: Path, rules: bool, egress: Path | None, last: int, as_json: bool) -> None:
     """Show what has left a device, and what may leave it.
 
-    Agent and runtime of the device whose folder is HOME note everything that they send over MQTT before it leaves:
-    when, how many bytes, and what it tells. --rules lists what may leave: the presets strict and default, and what the
-    owner's file makes of them (docs/privacy.md). Bytes are of payloads, without what TLS and MQTT add.
+    The agent and the runtime of the device with the folder HOME record everything that they send over MQTT before it
+    leaves: when, how many bytes, and what it reveals. --rules lists what may leave: the presets strict and default, and
+    the owner's rules (docs/privacy.md). Bytes are those of payloads, without TLS and MQTT.
 
     \b
     Examples:

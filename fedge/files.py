@@ -271,7 +271,7 @@ def require_utf8(folder: Path) -> None:
     try:
         str(folder).encode()
     except UnicodeEncodeError as error:
-        raise ConfigError(f"{str(folder)!r} is no UTF-8, and ONNX Runtime reads nothing there: rename it") from error
+        raise ConfigError(f"{str(folder)!r} is not UTF-8, and ONNX Runtime reads nothing there: rename it") from error
 
 
 def sync(path: Path) -> None:

@@ -135,10 +135,9 @@ class Gate:
 
 @dataclass(frozen=True, slots=True)
 class Energies:
-    """β clip((logsumexp_c(l / T) - μ) / σ) of M candidates.
+    """β clip((logsumexp_c(l) - μ) / σ) of M candidates.
 
     Attributes:
-        scale: 1 / T.
         mean: (M,) μ.
         inverse_std: (M,) 1 / σ.
         low: bounds of the standardised energy, infinite if unclipped.
@@ -146,7 +145,6 @@ class Energies:
         beta: β.
     """
 
-    scale: float
     mean: Floats
     inverse_std: Floats
     low: np.floating
@@ -159,8 +157,7 @@ class Formula:
     """Everything that determines a prediction, given the logits of M candidates.
 
     Each row is a copy of a candidate's logits: M rows for the energies, then M for the probabilities softmax(l / T_k +
-    κ_k π) unless they are the same, and one for the guard if it has a share. Mixing in logit space uses only the first
-    M.
+    κ_k π) unless they are the same, and one for the guard if it has a share.
 
     Attributes:
         gate: see `Gate`.
@@ -168,7 +165,7 @@ class Formula:
         rows: (R,) the candidate of each row.
         scale: (R, 1) factors of the rows' logits.
         prior: (R, C) or (R, 1), added to them.
-        mixed: index of the first row for probabilities; -1: logits are mixed.
+        mixed: index of the first row for probabilities.
         guard: the guard's share of the output, 0 without one.
         experts: indices of the candidates of which only the `top` best take part in a sample.
         top: see `experts`.
@@ -191,24 +188,19 @@ def prepared(input_shape: tuple[int, ...], numbers: Numbers, experts: Sequence[i
     """The formula for inputs of a shape, in the precision of its numbers; see `Formula` for the rest."""
     n_candidates, dtype = len(numbers["energy.mean"]), numbers["energy.mean"].dtype
     energies = Energies(
-        float(numbers.get("energy.scale", 1)),
         numbers["energy.mean"],
         numbers["energy.inverse_std"],
         *(dtype.type(numbers[f"energy.{name}"]) for name in ("low", "high", "beta")),
     )
-    rows, mixed, guard = [*range(n_candidates)], -1, _ZERO
-    scale, prior = np.full((n_candidates, 1), energies.scale, dtype), np.zeros((n_candidates, 1), dtype)
-    if "scale" in numbers:
-        own_scale, own_prior = numbers["scale"], numbers["prior"]
-        guard = numbers["guard.share"][0]
+    rows, mixed, guard = [*range(n_candidates)], 0, numbers["guard.share"][0]
+    scale, prior = np.ones((n_candidates, 1), dtype), np.zeros((n_candidates, 1), dtype)
+    own_scale, own_prior = numbers["scale"], numbers["prior"]
+    if guard or own_prior[:n_candidates].any() or (own_scale[:n_candidates] != 1).any():
         n_calibrated = n_candidates + (guard > 0)
-        if guard or own_prior[:n_candidates].any() or (own_scale[:n_candidates] != scale).any():
-            rows += numbers["order"][:n_calibrated].tolist()
-            scale = np.concatenate([scale, own_scale[:n_calibrated]])
-            prior = np.concatenate([np.zeros_like(own_prior[:n_candidates]), own_prior[:n_calibrated]])
-            mixed = n_candidates
-        else:
-            mixed = 0
+        rows += numbers["order"][:n_calibrated].tolist()
+        scale = np.concatenate([scale, own_scale[:n_calibrated]])
+        prior = np.concatenate([np.zeros_like(own_prior[:n_candidates]), own_prior[:n_calibrated]])
+        mixed = n_candidates
     gate = _gate(input_shape, numbers)
     tame = (SAFE - np.abs(prior).max()) / np.abs(scale).max()
     return Formula(gate, energies, tuple(rows), scale, prior, mixed, guard, np.array(experts, np.int64), top, tame)
@@ -253,7 +245,7 @@ def only(how: Formula, kept: Sequence[int]) -> Formula:
         rows=tuple(place[how.rows[i]] for i in rows),
         scale=how.scale[rows],
         prior=how.prior[rows],
-        mixed=len(kept) if how.mixed > 0 else how.mixed,
+        mixed=len(kept) if how.mixed else 0,
         experts=np.array([place[k] for k in how.experts.tolist() if k in place], np.int64),
     )
 
@@ -294,8 +286,8 @@ def counted_energy(how: Formula, k: int, logits: Floats) -> float:
     largest = max(values)
     if not math.isfinite(sum(values)):
         return math.nan
-    total = sum([math.exp((value - largest) * numbers.scale) for value in values])
-    energy = (math.log(total) + largest * numbers.scale - float(numbers.mean[k])) * float(numbers.inverse_std[k])
+    total = sum([math.exp(value - largest) for value in values])
+    energy = (math.log(total) + largest - float(numbers.mean[k])) * float(numbers.inverse_std[k])
     return min(max(energy, float(numbers.low)), float(numbers.high)) * float(numbers.beta)
 
 
@@ -311,12 +303,12 @@ def fuse(how: Formula, logits: Sequence[Floats], gate: Floats) -> list[Floats]:
     """Probabilities (n, C), weights (n, M) and energies (n, M) of M logits (n, C) and `gate_scores` (n, M)."""
     z = np.concatenate([logits[k] for k in how.rows], axis=1).reshape(len(gate), len(how.rows), -1)
     if np.maximum.reduce(np.abs(z), axis=None) < how.tame and np.maximum.reduce(np.abs(gate), axis=None) < np.inf:
-        return _fused(how, z, logits, gate, tame=True)
+        return _fused(how, z, gate, tame=True)
     with np.errstate(all="ignore"):  # non-finite values are dropped
-        return _fused(how, z, logits, gate, tame=False)
+        return _fused(how, z, gate, tame=False)
 
 
-def _fused(how: Formula, z: Floats, logits: Sequence[Floats], gate: Floats, *, tame: bool) -> list[Floats]:
+def _fused(how: Formula, z: Floats, gate: Floats, *, tame: bool) -> list[Floats]:
     """See `fuse`; `z`: (n, R, C) the logits of each row, which are overwritten."""
     m, usable = gate.shape[1], None
     z *= how.scale
@@ -344,8 +336,7 @@ def _fused(how: Formula, z: Floats, logits: Sequence[Floats], gate: Floats, *, t
     alpha = np.exp(score, out=score)
     alpha /= np.add.reduce(alpha, axis=1, keepdims=True)
     weights = alpha if usable is None else np.where(usable, alpha, _ZERO)
-    p = _mixed(how, z, total, alpha, usable) if how.mixed >= 0 else _mixed_logits(logits, alpha, usable)
-    return [p, weights, energy]
+    return [_mixed(how, z, total, alpha, usable), weights, energy]
 
 
 def _usable(z: Floats, gate: Floats) -> NDArray[np.bool_]:
@@ -368,14 +359,3 @@ def _mixed(how: Formula, z: Floats, total: Floats, alpha: Floats, usable: NDArra
         return np.asarray(p)
     g = how.guard if usable is None else np.where(usable[:, how.rows[-1], None], how.guard, _ZERO)
     return np.asarray((1 - g) * p + g * (z[:, -1] / total[:, -1:]))
-
-
-def _mixed_logits(logits: Sequence[Floats], alpha: Floats, usable: NDArray[np.bool_] | None) -> Floats:
-    """The output softmax(Σ α_k l_k)."""
-    values = np.stack(logits, axis=1)
-    if usable is not None:
-        values = np.where(usable[:, :, None], values, _ZERO)
-    z = (alpha[:, None, :] @ values)[:, 0]
-    z = np.exp(z - z.max(axis=1, keepdims=True))
-    p: Floats = z / z.sum(axis=1, keepdims=True)
-    return p

@@ -31,7 +31,7 @@ def server_tls(
         context.load_cert_chain(cert_file, key_file, password=no_passphrase)
     except OSError as error:
         pair = f"http_cert_file {cert_file} and its key {key_file or 'in the same file'}"
-        raise ConfigError(f"{pair} are no certificate with its private key: {error}") from error
+        raise ConfigError(f"{pair} are not a certificate with its private key: {error}") from error
     if ca_file is not None:
         try:
             context.load_verify_locations(ca_file)

@@ -222,7 +222,7 @@ class Authority:
         except (OSError, ProtocolError) as error:
             if isinstance(error, ProtocolError) and error.name == "replayed":
                 return False
-            raise ConfigError(f"{file} is no list of certificates that {self._file} revoked: {error}") from error
+            raise ConfigError(f"{file} is not a list of certificates that {self._file} revoked: {error}") from error
 
     def _read_kept(self, file: Path) -> str:
         """Read the stored list; returns why nobody can be believed, or "". A damaged one stays until another comes."""

@@ -40,7 +40,7 @@ def names(source: Path, *, labelled: bool = True) -> list[str]:
             with zipfile.ZipFile(source) as archive:
                 found = archive.namelist()
     except (OSError, zipfile.BadZipFile) as error:
-        raise ConfigError(f"{source} is no folder or .zip of images: {error}") from error
+        raise ConfigError(f"{source} is not a folder or .zip of images: {error}") from error
     images = sorted(n for n in found if PurePosixPath(n).suffix.lower() in SUFFIXES)
     where = f"{source} must hold images in one folder per class, <class>/*.jpg or *.png"
     if not images:
@@ -71,7 +71,7 @@ def labels(images: Sequence[str], classes: Sequence[str]) -> NDArray[np.int64]:
     unknown = sorted({class_of(image) for image in images} - set(numbers))
     if unknown:
         hint = nearest(unknown[0], classes)
-        raise ConfigError(f"folders {unknown} are no classes of the task ({', '.join(classes)}){hint}")
+        raise ConfigError(f"folders {unknown} are not classes of the task ({', '.join(classes)}){hint}")
     return np.array([numbers[class_of(image)] for image in images], dtype=np.int64)
 
 

@@ -79,7 +79,7 @@ def unseal(data: bytes) -> Kit:
         key.verify(sealed.signature, sealed.kit.encode(), ec.ECDSA(hashes.SHA256()))
         parse_address(kit.broker)
     except (*MALFORMED, *certificates.UNREADABLE, AssertionError, InvalidSignature) as error:
-        raise ConfigError("it is no start-up kit, or is damaged: copy it once more from the server") from error
+        raise ConfigError("it is not a start-up kit, or is damaged: copy it once more from the server") from error
     if subject_of(certificate) != certificates.device_subject(kit.federation, kit.id):
         raise ConfigError(f"its certificate is not that of the device {kit.id} of {kit.federation}")
     if not certificates.is_issued_by(certificate, ca):

@@ -90,7 +90,7 @@ pattern read {here}/revocations
 user coordinator
 topic readwrite {here}/#
 
-# The two below are no devices: what the patterns would grant to devices of their names is denied, which goes first.
+# The two below are not devices: what the patterns would grant to devices of their names is denied, which goes first.
 
 # fedge rollout start
 user rollout

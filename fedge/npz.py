@@ -41,7 +41,7 @@ def load(file: Path, names: Iterable[str] | None = None) -> dict[str, NDArray[An
             require_room(file, sum(_claimed(archive.zip, name) for name in found))
             return {name: _readable(archive[name]) for name in found}
     except _DAMAGED as error:
-        raise ConfigError(f"{file} is no .npz file of arrays: {error}") from error
+        raise ConfigError(f"{file} is not an .npz file of arrays: {error}") from error
 
 
 def require_room(file: Path, claimed: int) -> None:

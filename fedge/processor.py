@@ -16,6 +16,6 @@ class Processor(StrEnum):
 
 
 TrainOn = Annotated[
-    Processor, Meta(description="What trains networks: cpu, or cuda for the GPU that torch sees first.")
+    Processor, Meta(description="Where networks are trained: cpu, or cuda for the first GPU that torch sees.")
 ]
 """The setting of all commands that train."""

@@ -290,7 +290,7 @@ def speaker(broker: BrokerSettings, subject: Subject, home: Path | None) -> Plai
 
 def _life_in(data: bytes) -> int:
     if not 0 <= (life := int(data)) < MAX_LIFE:
-        raise ValueError(f"{life} is no time in seconds")
+        raise ValueError(f"{life} is not a time in seconds")
     return life
 
 

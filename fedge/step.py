@@ -195,7 +195,7 @@ def known_steps(paths: Iterable[str] = ()) -> Steps:
     for path in paths:
         own = load_object(path)
         if not (isinstance(own, type) and issubclass(own, Action) and hasattr(own, "STEP")):
-            raise ConfigError(f"{path} is no step: it must be a subclass of fedge.step.Action, with a STEP")
+            raise ConfigError(f"{path} is not a step: it must be a subclass of fedge.step.Action, with a STEP")
         known[own.STEP] = own
     return known
 

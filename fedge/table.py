@@ -45,7 +45,7 @@ def read_schema(file: Path) -> Schema:
     try:
         schema = msgspec.convert(tomllib.loads(file.read_text(encoding="utf-8")), Schema)
     except (OSError, *MALFORMED, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{file} is no schema of a table: {error}") from error
+        raise ConfigError(f"{file} is not a schema of a table: {error}") from error
     names = [c.name for c in schema.columns]
     names += [name for name in (schema.target, schema.sensitive, schema.user) if name] + list(schema.ignore)
     faults = [f"{name} stands twice" for name in dict.fromkeys(names) if names.count(name) > 1]
@@ -158,7 +158,7 @@ class _Reader:
         except ValueError:
             value = np.inf
         if not abs(value) <= LARGEST:
-            raise self._fault(i, column.name, f"is no number: {printable(word)[:100]}")
+            raise self._fault(i, column.name, f"is not a number: {printable(word)[:100]}")
         return value
 
     def _fault(self, i: int, name: str, what: str) -> ConfigError:
@@ -184,7 +184,7 @@ def _csv(schema: Schema, file: Path, labelled: bool) -> Iterator[Cells]:
                 cells = dict(zip(header, zip(*batch, strict=True), strict=True))
                 yield {name: cells[name] for name in wanted}
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError(f"{file} is no table with commas, in UTF-8, with a header: {error}") from error
+        raise ConfigError(f"{file} is not a table with commas, in UTF-8, with a header: {error}") from error
 
 
 def _whole(row: list[str], header: list[str], where: str) -> list[str]:
@@ -210,7 +210,7 @@ def _parquet(schema: Schema, file: Path, labelled: bool) -> Iterator[Cells]:
             for batch in opened.iter_batches(BATCH, columns=wanted):
                 yield batch.to_pydict()
     except (OSError, ValueError, MemoryError, NotImplementedError) as error:  # pyarrow's own are subclasses of these
-        raise ConfigError(f"{file} is no Parquet table: {error}") from error
+        raise ConfigError(f"{file} is not a Parquet table: {error}") from error
 
 
 def _columns(schema: Schema, file: Path, there: Iterable[str], labelled: bool) -> list[str]:

@@ -41,7 +41,7 @@ _TYPES: Final = {
 """numpy's types and their names in safetensors, in the order of the format, which puts the last ones first."""
 
 _METADATA: Final = "__metadata__"
-"""A key of the header that is no tensor."""
+"""A key of the header that is not a tensor."""
 MAX_HEADER_BYTES: Final = 1 << 24
 
 Floats = NDArray[np.float32]

@@ -617,7 +617,7 @@ class _Fetch:
         """Store a chunk; its topic ends in the byte offset."""
         level = message.topic.rpartition("/")[2]
         if not (level.isascii() and level.isdigit() and len(level) < 16):
-            raise ProtocolError("malformed", f"{level!r} is no byte offset")
+            raise ProtocolError("malformed", f"{level!r} is not a byte offset")
         offset = int(level)
         pieces = self.receiving.arrived(offset, len(message.payload))
         if not pieces or self._failure is not None:

@@ -125,7 +125,7 @@ def parse_address(text: str) -> tuple[str, int]:
     found = re.fullmatch(r"(\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<host>[^:\[\]\s/]+))(:(?P<port>[0-9]{1,5}))?", text)
     port = int(found["port"] or 1883) if found else 0
     if found is None or not 0 < port < 2**16:
-        raise ConfigError(f"{text!r} is no address of a broker; write HOST:PORT, such as localhost:1883")
+        raise ConfigError(f"{text!r} is not an address of a broker; write HOST:PORT, such as localhost:1883")
     return found["v6"] or found["host"], port
 
 

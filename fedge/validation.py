@@ -43,7 +43,7 @@ class Validation:
         buffer = io.BytesIO()
         optional = {"y": self.y, "sensitive": self.sensitive}
         arrays = {"x": self.x, **{name: array for name, array in optional.items() if array is not None}}
-        np.savez(buffer, **arrays)  # type: ignore[arg-type]  # allow_pickle is no array
+        np.savez(buffer, **arrays)  # type: ignore[arg-type]  # allow_pickle is not an array
         write_atomically(home / FILE, buffer.getvalue())
 
 
@@ -65,7 +65,7 @@ def load_validation(home: Path, task: TaskSpec) -> Validation:
     if x.shape[1:] != task.input_shape or (y is not None and y.shape != x.shape[:1]):
         raise ConfigError(f"{path} holds samples of shape {x.shape[1:]}, the task has {task.input_shape}")
     if not np.isfinite(x).all() or (y is not None and y.dtype.kind not in "iu"):
-        raise ConfigError(f"{path} holds samples that are not finite, or labels that are no class numbers")
+        raise ConfigError(f"{path} holds samples that are not finite, or labels that are not class numbers")
     if sensitive is not None and (sensitive.shape != x.shape[:1] or sensitive.dtype != np.bool_):
         raise ConfigError(f"{path} holds marks that are not one truth value for each sample")
     return Validation(x, y, sensitive)

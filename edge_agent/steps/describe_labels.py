@@ -7,12 +7,12 @@ specification docs/methods/cfic.md, sections 3 and 10. The reference is the unif
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Final, Literal
+from typing import Final
 
 import msgspec
 import numpy as np
 from msgspec import Struct
+from numpy.typing import ArrayLike
 
 from edge_agent.device import Device
 from fedge.files import read_lasting, write_atomically
@@ -36,35 +36,26 @@ def run(device: Device, action: DescribeLabels) -> LabelsDescribed:
     ones.
     """
     task, (_, y) = device.task, device.data.shared
-    feature = label_feature(np.bincount(y, minlength=task.n_classes).tolist(), mode=action.mode)
+    feature = label_feature(np.bincount(y, minlength=task.n_classes))
     if action.epsilon is not None and feature != NOTHING:
         feature = _told_once(device, feature, action.epsilon)
     return LabelsDescribed(feature=feature, n_samples=len(y))
 
 
-def label_feature(counts: Sequence[int], *, mode: Literal["signed", "abs"] = "signed") -> int:
-    """Label i with the largest D_i - 1/C (signed), or |D_i - 1/C| (abs, the printed form); D = counts / their sum.
-
-    Compared as C c_i - sum c in whole numbers, without rounding. Ties go to the lowest label.
+def label_feature(counts: ArrayLike) -> int:
+    """Label i with the largest D_i - 1/C, D = counts / their sum; the lowest on a tie.
 
     Args:
-        counts: c, (C,), C >= 1, each >= 0.
-        mode: see above.
+        counts: (C,) whole numbers, C >= 1, each >= 0.
 
     Returns:
         0..C-1, or -1 if all counts are 0.
 
     Example:
-        >>> label_feature([4, 4, 4, 4, 0]), label_feature([4, 4, 4, 4, 0], mode="abs")
-        (0, 4)
+        >>> label_feature([4, 4, 4, 4, 0])
+        0
     """
-    total = sum(counts)
-    if not total:
-        return NOTHING
-    deviations = [len(counts) * c - total for c in counts]  # C * sum c times (D_i - 1/C)
-    if mode == "abs":
-        deviations = [abs(deviation) for deviation in deviations]
-    return deviations.index(max(deviations))
+    return int(np.argmax(counts)) if np.any(counts) else NOTHING
 
 
 def randomised_response(feature: int, n_classes: int, epsilon: float, rng: np.random.Generator) -> int:

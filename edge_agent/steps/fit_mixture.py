@@ -106,10 +106,7 @@ def fit_gate(
     log_p = np.where(usable, mixture.of_labels(log_q, y).T, np.nan)
     experts = [k for k, role in enumerate(roles) if role is Role.EXPERT]
     scores = np.where(usable, scores, 0.0)
-    fusion = gate.Logits(np.where(usable.T[:, :, None], found, 0.0), y) if action.space == "logit" else None
-    fitted = gate.train_gate(
-        x, log_p, scores, seed=device.seed, decay=DECAY, experts=experts, top=action.top, fused_logits=fusion
-    )
+    fitted = gate.train_gate(x, log_p, scores, seed=device.seed, decay=DECAY, experts=experts, top=action.top)
     return fitted, offsets
 
 
@@ -148,7 +145,6 @@ def _write(
         gate=gate_weights,
         top=action.top,
         energy_clip=np.inf,
-        space=action.space,
     )
     info = device.write_bundle(made, "scmoe-pfl", {})
     return installed(info)

@@ -29,7 +29,7 @@ def run(device: Device, action: InstallBundle) -> Installed:
     """
     strange = [name for name in action.files if name not in {MANIFEST, *GRAPHS} and not _PART.match(name)]
     if strange:
-        raise FailedError(f"{strange[0]!r} is no file of a bundle")
+        raise FailedError(f"{strange[0]!r} is not a file of a bundle")
     folder = device.host.home / "bundles" / str(action.release)
     try:
         with whole_folder(folder) as unfinished:

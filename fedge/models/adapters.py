@@ -2,7 +2,7 @@
 
 `--adapt` selects what is trained (`fedge.tensors.Selector`), whole layers at a time: `head`, or `head,layer4.*`, or
 `!norm`: all but the normalisation. The head is always trained. With `lora` or `lora:RANK` the other convolutions and
-linear layers each get an adapter. Everything else is frozen: it is no part of the layout, so it is neither sent nor
+linear layers each get an adapter. Everything else is frozen: it is not a part of the layout, so it is neither sent nor
 averaged, and its running statistics do not change.
 
 Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", ICLR 2022; A is frozen at random values as in
@@ -96,7 +96,7 @@ def begin(module: nn.Module, task: TaskSpec) -> None:
     try:
         found = views_of(weights.read(ref.digest))
     except ProtocolError as error:
-        raise ConfigError(f"the weights of {task.model} are no safetensors file: {error}") from error
+        raise ConfigError(f"the weights of {task.model} are not a safetensors file: {error}") from error
     own = dict(models.state(module))
     head = models.head_name(module, task)
     of_head = {f"{head}.weight", f"{head}.bias"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from msgspec import Meta
 
@@ -27,7 +27,6 @@ class DescribeLabels(Action, frozen=True, kw_only=True):
     STEP: ClassVar = "describe_labels"
     RESULT: ClassVar = LabelsDescribed
 
-    mode: Literal["signed", "abs"] = "signed"
     epsilon: Annotated[float, Meta(gt=0)] | None = None
 
     def check(self, result: LabelsDescribed, task: TaskSpec) -> None:

@@ -37,7 +37,6 @@ class FitMixture(Action, frozen=True, kw_only=True):
     alone: Alone | None = None
     near_best: bool = False  # only new experts within 0.02 of the best, at most 3
     top: Annotated[int, Meta(ge=1, le=64)] = 2
-    space: Literal["prob", "logit"] = "prob"  # where to mix, 11.3
 
     def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
         """Each candidate on all samples, and the private model's training."""

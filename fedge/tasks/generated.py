@@ -62,7 +62,7 @@ class Generated(Mapping[str, Share]):
         seed: int,
     ) -> None:
         if pool.x.ndim not in (3, 4):
-            raise ConfigError(f"samples of shape {pool.x.shape[1:]} are no images: use --partition dirichlet")
+            raise ConfigError(f"samples of shape {pool.x.shape[1:]} are not images: use --partition dirichlet")
         self._pool = pool
         self._number = {name: number for number, name in enumerate(device_names(n_devices))}
         self._n_samples, self._alpha, self._n_groups = n_samples, alpha, n_groups

@@ -278,7 +278,7 @@ def _turn(pool: Pool, x: NDArray[Any], quarters: int) -> NDArray[Any]:
     height, width = (2, 3) if channels_first else (1, 2)
     if x.ndim not in (3, 4) or len(pool.spec.input_shape) != 3 or x.shape[height] != x.shape[width]:
         raise ConfigError(
-            f"samples of shape {x.shape[1:]} are no square images: groups cannot turn them; use dirichlet"
+            f"samples of shape {x.shape[1:]} are not square images: groups cannot turn them; use dirichlet"
         )
     return np.ascontiguousarray(np.rot90(x, quarters, axes=(height, width)))
 

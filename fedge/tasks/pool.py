@@ -149,7 +149,7 @@ def _read_idx(folders: list[Path], name: str, magic: int) -> NDArray[np.uint8]:
         header = np.frombuffer(content, dtype=">u4", count=1 + n_dimensions)
         values = np.frombuffer(content, dtype=np.uint8, offset=header.nbytes)
     except (OSError, EOFError, ValueError, zlib.error) as error:
-        raise ConfigError(f"{file} is no IDX file: {error}") from error
+        raise ConfigError(f"{file} is not an IDX file: {error}") from error
     if header[0] != magic or values.size != np.prod(header[1:], dtype=np.int64):
-        raise ConfigError(f"{file} is no IDX file: header {header.tolist()} with {values.size} values")
+        raise ConfigError(f"{file} is not an IDX file: header {header.tolist()} with {values.size} values")
     return values.reshape(header[1:].astype(np.int64))

@@ -113,7 +113,7 @@ def _read(path: Path, allow: Container[str]) -> TaskSpec:
     try:
         task = msgspec.json.decode(path.read_bytes(), type=TaskSpec)
     except (OSError, *MALFORMED) as error:
-        raise ConfigError(f"{path} is no task: {error}") from error
+        raise ConfigError(f"{path} is not a task: {error}") from error
     if foreign := [code for code in code_of(task) if code not in allow]:
         raise ConfigError(
             f"{path} names code that would be run here: {', '.join(foreign)}; if you know and trust it, say so with "

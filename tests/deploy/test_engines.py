@@ -27,7 +27,7 @@ N = 12
 SHAPE = (5, N, 4)
 
 
-def random_mixture(seed, *, top=2, guard=False, broken=0.0, space="prob", clip=3.0):
+def random_mixture(seed, *, top=2, guard=False, broken=0.0, clip=3.0):
     """Logits (M, n, C) with some that are not finite, and a mixture of all that the formula knows."""
     rng = np.random.default_rng(seed)
     m, _, n_classes = SHAPE
@@ -36,7 +36,6 @@ def random_mixture(seed, *, top=2, guard=False, broken=0.0, space="prob", clip=3
     if broken:
         logits[:, 0] = np.nan  # a sample for which nothing is usable
     gate = GateWeights(*(rng.normal(size=shape) * 0.3 for shape in ((16, 1), (16,), (m, 16), (m,))))
-    extra = {"energy_temperature": 1.5} if space == "logit" else {}
     return logits, mixture_of(
         logits,
         roles=[Role.PRIVATE, Role.GLOBAL, Role.EXPERT, Role.EXPERT, Role.LOCAL],
@@ -51,8 +50,6 @@ def random_mixture(seed, *, top=2, guard=False, broken=0.0, space="prob", clip=3
         gate=gate,
         guard=Guard(int(rng.integers(m)), 1.4, 0.6) if guard else None,
         top=top,
-        space=space,
-        **extra,
     )  # fmt: skip
 
 
@@ -86,12 +83,10 @@ def assert_same(found, wanted, atol=1e-6):
     top=st.integers(1, 3),
     guard=st.booleans(),
     broken=st.sampled_from([0.0, 0.1]),
-    space=st.sampled_from(["prob", "logit"]),
     mode=st.sampled_from(["normal", "shift"]),
 )
-def test_separate_is_fused(folder, seed, top, guard, broken, space, mode):
-    guard = guard and space == "prob"
-    path = written(folder, *random_mixture(seed, top=top, guard=guard, broken=broken, space=space))
+def test_separate_is_fused(folder, seed, top, guard, broken, mode):
+    path = written(folder, *random_mixture(seed, top=top, guard=guard, broken=broken))
     x = inputs(N)
     fused = outputs(path, x, engine="fused", mode=mode)
     assert_same(outputs(path, x, engine="separate", mode=mode), fused)

@@ -100,7 +100,7 @@ def test_wrong_arguments(tmp_path):
         deploy.load(tmp_path / "nowhere")
     foreign = tmp_path / os.fsdecode(b"caf\xe9")
     foreign.symlink_to(GOLDEN / "bundle")
-    with pytest.raises(ConfigError, match="no UTF-8"):
+    with pytest.raises(ConfigError, match="not UTF-8"):
         deploy.load(foreign)
     with pytest.raises(ConfigError, match="threads"):
         deploy.load(GOLDEN / "bundle", threads=0)

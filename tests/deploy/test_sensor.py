@@ -87,9 +87,9 @@ async def test_with_mqtt_5_it_answers_on_the_response_topic_with_the_correlation
 async def test_bad_samples_are_answered_with_what_was_wrong_and_logged(broker, caplog):
     async with answering(broker) as sensor:
         for payload, says in (
-            (b"", "no inference request"),
-            (b"\xff\x00", "no inference request"),
-            (b"[" * 100_000, "no inference request"),
+            (b"", "not an inference request"),
+            (b"\xff\x00", "not an inference request"),
+            (b"[" * 100_000, "not an inference request"),
             (body(X[:1, :3]), "the task takes"),
             (body(X[:1], outputs=[{"name": "logits"}]), "there are probabilities"),
         ):

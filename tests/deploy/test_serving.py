@@ -129,7 +129,7 @@ async def test_samples_whose_class_is_told_bring_the_bundle_before_back(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("x", "label", "says"), [(X[:1], "ten", "no class"), (X[:2], "1", "one sample"), (X[:1], 1, "as a string")]
+    ("x", "label", "says"), [(X[:1], "ten", "not a class"), (X[:2], "1", "one sample"), (X[:1], 1, "as a string")]
 )
 async def test_labels_that_cannot_be_meant_are_refused(x, label, says):
     async with served() as model:

@@ -408,6 +408,6 @@ def test_what_others_are_writing_into_the_folder_is_left_alone(tmp_path):
 
 def test_a_home_that_onnx_runtime_cannot_read_is_wrong_usage(tmp_path):
     home = tmp_path / os.fsdecode(b"caf\xe9")
-    with pytest.raises(ConfigError, match="no UTF-8"), owned(home):
+    with pytest.raises(ConfigError, match="not UTF-8"), owned(home):
         pass
     assert not home.exists()

@@ -81,14 +81,14 @@ def test_implicit_refresh(home, server):
 
 def test_invalid_initial_root(tmp_path, server):
     for junk in (b"", b"{}", b"[", server.files["timestamp.json"], b'{"signed": {}, "signatures": []}'):
-        with pytest.raises(ConfigError, match="no root of trust"):
+        with pytest.raises(ConfigError, match="not a root of trust"):
             install_root(tmp_path, junk)
     with pytest.raises(ConfigError, match=r"1\.root\.json"):
         Trust(tmp_path)
 
 
 def test_unsigned_initial_root(tmp_path, server):
-    with pytest.raises(ConfigError, match="no root of trust"):
+    with pytest.raises(ConfigError, match="not a root of trust"):
         install_root(tmp_path, server.signed(server.root, []))
 
 
@@ -323,7 +323,7 @@ def test_keytype_and_scheme(tmp_path, server, field):
     root = json.loads(server.files["1.root.json"])
     for key in root["signed"]["keys"].values():
         key[field] = "nonsense"
-    with pytest.raises(ConfigError, match="no root of trust"):
+    with pytest.raises(ConfigError, match="not a root of trust"):
         install_root(tmp_path, json.dumps(root).encode())
 
 

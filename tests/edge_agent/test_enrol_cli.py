@@ -92,7 +92,7 @@ def test_a_damaged_kit_leaves_nothing_behind(
 ) -> None:
     file = kit(authority, "cam1")
     file.write_bytes(file.read_bytes().replace(b"shop", b"ship"))
-    assert "cam1.kit: it is no start-up kit, or is damaged" in refused(capsys, file, "--folder", "d")
+    assert "cam1.kit: it is not a start-up kit, or is damaged" in refused(capsys, file, "--folder", "d")
     assert not (tmp_path / "d").exists()
     assert "give a start-up kit, or --request ID" in refused(capsys)
     assert "cam9.kit: it cannot be read: No such file" in refused(capsys, "cam9.kit")

@@ -35,7 +35,7 @@ def test_a_device_cannot_have_the_name_of_a_part_of_the_server(name: str) -> Non
 
 @pytest.mark.parametrize("name", ["", "a/b", "-x", "+", "#", "a b", "a" * 64])
 def test_a_device_is_called_as_topics_allow(name: str) -> None:
-    with pytest.raises(ConfigError, match="is no name of a device"):
+    with pytest.raises(ConfigError, match="is not a name of a device"):
         device_subject("f", name)
 
 
@@ -44,7 +44,7 @@ def test_a_request_says_its_name_and_shows_its_key() -> None:
     text = pem_of(request_of("cam1", key))
     assert read_request(text) == ("cam1", key.public_key())
     for damaged in (b"", b"hello", text[:100], text.replace(b"MI", b"MJ", 1)):
-        with pytest.raises(ConfigError, match="that is no request for a certificate"):
+        with pytest.raises(ConfigError, match="that is not a request for a certificate"):
             read_request(damaged)
 
 

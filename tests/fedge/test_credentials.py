@@ -56,7 +56,7 @@ def test_an_identity_stands_for_the_three_files(files: dict[str, str], tmp_path:
     with pytest.raises(ConfigError, match="give it, or them"):
         Credentials(identity=folder, ca_file=files["ca"]).at("server")
     (folder / "own.key").unlink()
-    with pytest.raises(ConfigError, match=r"own\.key are no certificate with its private key: .*No such file"):
+    with pytest.raises(ConfigError, match=r"own\.key are not a certificate with its private key: .*No such file"):
         Credentials(identity=folder).at("server")
 
 
@@ -69,8 +69,11 @@ def test_an_identity_stands_for_the_three_files(files: dict[str, str], tmp_path:
         ({"ca_file": "text"}, "ca_file {text} holds no certificates"),
         ({"ca_file": "ca", "key_file": "one_key"}, "key_file needs cert_file"),
         ({"ca_file": "ca", "cert_file": "missing"}, "cert_file {missing} and key_file {missing} are .*No such file"),
-        ({"ca_file": "ca", "cert_file": "one_crt"}, "cert_file {one_crt} and key_file {one_crt} are no certificate"),
-        ({"ca_file": "ca", "cert_file": "one_crt", "key_file": "other_key"}, "are no certificate with its private key"),
+        ({"ca_file": "ca", "cert_file": "one_crt"}, "cert_file {one_crt} and key_file {one_crt} are not a certificate"),
+        (
+            {"ca_file": "ca", "cert_file": "one_crt", "key_file": "other_key"},
+            "are not a certificate with its private key",
+        ),
     ],
 )
 def test_what_cannot_be_used_is_named_before_anybody_connects(

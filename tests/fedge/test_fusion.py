@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import deploy
-from edge_agent.gate import _of_logits, _of_probabilities, _selected, train_gate
+from edge_agent.gate import _selected, train_gate
+from edge_agent.gate import log_mixture as trained_log_p
 from export import GateWeights, Guard
 from export.graph import gate_tensors
 from fedge.fusion import (
@@ -39,7 +40,7 @@ def formula_of(mixture, shape=(1,)):
     return prepared(shape, gate_tensors(mixture), mixture.experts, mixture.top)
 
 
-def random_mixture(rng, logits, *, space="prob", guard=None, top=2, gate=None, beta=0.5):
+def random_mixture(rng, logits, *, guard=None, top=2, gate=None, beta=0.5):
     m, _, n_classes = logits.shape
     return mixture_of(
         logits,
@@ -52,7 +53,6 @@ def random_mixture(rng, logits, *, space="prob", guard=None, top=2, gate=None, b
         energy_clip=3.0,
         log_prior=np.log(rng.dirichlet(np.ones(n_classes))),
         guard=guard,
-        space=space,
         top=top,
         gate=gate,
     )
@@ -66,16 +66,15 @@ def random_mixture(rng, logits, *, space="prob", guard=None, top=2, gate=None, b
     seed=st.integers(0, 9999),
     m=st.integers(2, 6),
     top=st.integers(1, 3),
-    space=st.sampled_from(["prob", "logit"]),
     guarded=st.booleans(),
 )
-def test_numpy_in_both_precisions_torch_and_the_graph_are_one_formula(tmp_path, seed, m, top, space, guarded):
+def test_numpy_in_both_precisions_torch_and_the_graph_are_one_formula(tmp_path, seed, m, top, guarded):
     """The runtime's formula, the parity check's, the loss that the gate is trained by, the terms of the fit, ONNX."""
     rng, n = np.random.default_rng(seed), 20
     logits = rng.normal(size=(m, n, 4)) * 3
     y, gate = rng.integers(0, 4, n), GateWeights(*(rng.normal(size=s) * 0.3 for s in ((16, 1), (16,), (m, 16), (m,))))
-    guard = Guard(m - 1, 1.4, 0.6) if guarded and space == "prob" else None
-    mixture = random_mixture(rng, np.float32(logits), space=space, guard=guard, top=top, gate=gate)
+    guard = Guard(m - 1, 1.4, 0.6) if guarded else None
+    mixture = random_mixture(rng, np.float32(logits), guard=guard, top=top, gate=gate)
     r = scores_of(gate, inputs(n))
     p, weights, energies = by_formula(mixture, np.float32(logits), r - gate.out_bias)
 
@@ -94,16 +93,15 @@ def test_numpy_in_both_precisions_torch_and_the_graph_are_one_formula(tmp_path, 
     log_alpha = torch.log_softmax(_selected(torch.from_numpy(scores + r), experts, top), dim=1).float()
     np.testing.assert_allclose(log_alpha.exp(), weights, atol=1e-4)
     log_p = log_q[:, np.arange(n), y].T
-    trained = (_of_probabilities(log_p) if space == "prob" else _of_logits(logits, y))(log_alpha)
+    trained = trained_log_p(log_alpha, torch.from_numpy(log_p).float())
     if guard is None:
         np.testing.assert_allclose(trained, np.log(p[np.arange(n), y]), atol=1e-3)
-        if space == "prob" and not len(experts):
+        if not len(experts):
             np.testing.assert_allclose(np.exp(log_mixture(log_q, scores + r)), p, atol=1e-5)
 
 
-@pytest.mark.parametrize("space", ["prob", "logit"])
 @pytest.mark.parametrize("seed", range(6))
-def test_agrees_with_the_specification_sample_by_sample(seed, space):
+def test_agrees_with_the_specification_sample_by_sample(seed):
     """Against an oracle that shares no code with it; some candidates have no weight or are not finite."""
     rng = np.random.default_rng(seed)
     m, n, n_classes = seed + 1, 20, 4
@@ -124,9 +122,7 @@ def test_agrees_with_the_specification_sample_by_sample(seed, space):
         beta=0.5,
         energy_clip=3.0,
         log_prior=prior,
-        guard=Guard(m - 1, 1.4, 0.6) if seed % 2 and space == "prob" else None,
-        space=space,
-        energy_temperature=1.0 + seed % 3,
+        guard=Guard(m - 1, 1.4, 0.6) if seed % 2 else None,
     )
     p, alpha, _ = by_formula(mixture, logits, scores)
     manifest = SimpleNamespace(fusion=mixture, candidates=mixture.candidates)
@@ -137,9 +133,9 @@ def test_agrees_with_the_specification_sample_by_sample(seed, space):
         np.testing.assert_allclose(alpha[i], shares, atol=1e-12)
 
 
-@pytest.mark.parametrize(("space", "guard"), [("prob", None), ("prob", Guard(2, 1.3, 0.5)), ("logit", None)])
+@pytest.mark.parametrize("guard", [None, Guard(2, 1.3, 0.5)])
 @pytest.mark.parametrize("magnitude", [1.0, 1e4])
-def test_float32_drops_what_float64_drops(guard, space, magnitude):
+def test_float32_drops_what_float64_drops(guard, magnitude):
     rng = np.random.default_rng(0)
     logits = rng.normal(size=(5, 30, 4)) * magnitude
     logits[1, 3] = np.nan
@@ -147,9 +143,7 @@ def test_float32_drops_what_float64_drops(guard, space, magnitude):
     logits[:, 7] = np.inf
     scores = rng.normal(size=(30, 5))
     scores[9] = np.nan
-    mixture = mixture_of(
-        logits, beta=0.5, energy_clip=3.0, guard=guard, space=space, log_prior=np.log(rng.dirichlet(np.ones(4)))
-    )
+    mixture = mixture_of(logits, beta=0.5, energy_clip=3.0, guard=guard, log_prior=np.log(rng.dirichlet(np.ones(4))))
     p, weights, energies = by_formula(mixture, logits, scores)
     gate = (scores + np.log([c.weight for c in mixture.candidates])).astype(np.float32)
     found = fuse(formula_of(mixture), list(logits.astype(np.float32)), gate)
@@ -240,7 +234,7 @@ def test_the_gate_is_trained_through_this_formula():
     log_p, scores = log_q[:, np.arange(30), y].T, np.tile(np.log([0.5, 0.3, 0.2]), (30, 1))
     gate = train_gate(x, log_p, scores, seed=1, experts=(0, 1, 2), top=3)
     reached = scores + scores_of(gate, x)
-    found = _of_probabilities(log_p)(torch.from_numpy(reached).log_softmax(dim=1).float())
+    found = trained_log_p(torch.from_numpy(reached).log_softmax(dim=1).float(), torch.from_numpy(log_p).float())
     assert found.numpy() == pytest.approx(log_mixture(log_q, reached)[np.arange(30), y], abs=1e-5)
     assert found.mean() > log_mixture(log_q, scores)[np.arange(30), y].mean()
 
@@ -273,13 +267,13 @@ def test_gate_scores_are_those_of_the_specification(shape, kernel):
     np.testing.assert_allclose(gate_scores(formula_of(mixture, shape), x), wanted, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("space", "guard"), [("prob", None), ("prob", Guard(2, 1.3, 0.5)), ("logit", None)])
+@pytest.mark.parametrize("guard", [None, Guard(2, 1.3, 0.5)])
 @pytest.mark.parametrize("kept", [[2], [0, 2], [1, 2, 4], [0, 1, 2, 3, 4]])
-def test_a_part_of_the_formula_is_the_formula_without_the_others(guard, space, kept):
+def test_a_part_of_the_formula_is_the_formula_without_the_others(guard, kept):
     rng = np.random.default_rng(4)
     logits = rng.normal(size=(5, 30, 4))
     mixture = mixture_of(
-        logits, mean=[1, 2, 0, 1, 2], beta=0.5, energy_clip=3.0, guard=guard, space=space,
+        logits, mean=[1, 2, 0, 1, 2], beta=0.5, energy_clip=3.0, guard=guard,
         log_prior=np.log(rng.dirichlet(np.ones(4))), top=2,
     )  # fmt: skip
     how, gate = formula_of(mixture), rng.normal(size=(30, 5)).astype(np.float32)
@@ -296,7 +290,7 @@ def test_what_a_single_energy_counts():
     """The same as in the batch; nothing where a logit is not finite, without a warning."""
     rng = np.random.default_rng(2)
     logits = rng.normal(size=(3, 20, 4)) * 5
-    mixture = mixture_of(logits, mean=[1, 2, 3], std=[0.2, 1, 2], beta=0.7, energy_clip=2.0, energy_temperature=1.5)
+    mixture = mixture_of(logits, mean=[1, 2, 3], std=[0.2, 1, 2], beta=0.7, energy_clip=2.0)
     how, values = formula_of(mixture), logits.astype(np.float32)
     whole = counted(how, fuse(how, list(values), np.zeros((20, 3), np.float32))[2])
     one_by_one = [[counted_energy(how, k, values[k, i]) for k in range(3)] for i in range(20)]

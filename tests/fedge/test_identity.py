@@ -127,7 +127,7 @@ def test_a_list_by_somebody_else_or_none_at_all_is_refused(authority: identities
             known.learn(data)
         assert refused.value.name == name
     (authority.folder / CRL).write_bytes(foreign)
-    with pytest.raises(ConfigError, match="no list of certificates"):
+    with pytest.raises(ConfigError, match="not a list of certificates"):
         Authority(authority.file)
 
 

@@ -44,7 +44,7 @@ def test_one_changed_byte_anywhere_is_refused(authority: Authority) -> None:
         except ConfigError as error:
             assert "is damaged: copy it once more" in str(error)  # noqa: PT017
     for end in (0, 1, len(data) // 2, len(data) - 3):
-        with pytest.raises(ConfigError, match="no start-up kit, or is damaged"):
+        with pytest.raises(ConfigError, match="not a start-up kit, or is damaged"):
             unseal(data[:end])
 
 
@@ -53,7 +53,7 @@ def test_a_kit_that_contradicts_its_certificate_is_refused(authority: Authority,
         unseal(kit_of(authority, "cam3", id="cam9"))
     with pytest.raises(ConfigError, match="not that of the device cam4 of g"):
         unseal(kit_of(authority, "cam4", federation="g"))
-    with pytest.raises(ConfigError, match="no address of a broker"):
+    with pytest.raises(ConfigError, match="not an address of a broker"):
         unseal(kit_of(authority, "cam5", broker="server:mqtt"))
     other = Authority(tmp_path / "other").issuer
     theirs = unseal(other.kit(other.enlist(device_subject("f", "cam6"), new_key().public_key()), None, None))

@@ -54,12 +54,12 @@ def test_zeros_that_were_packed_into_little(tmp_path, monkeypatch):
     "data", [b"", b"no array", header((25,))[:20], header("(" * 100 + ")" * 100), header((-1, -25))]
 )
 def test_what_is_no_array(tmp_path, data):
-    with pytest.raises(ConfigError, match=r"is no \.npz file"):
+    with pytest.raises(ConfigError, match=r"is not an \.npz file"):
         npz.load(archive(tmp_path / "a.npz", x=data), ("x",))
 
 
 @pytest.mark.parametrize("data", [b"", b"PK", b"\x93NUMPY", header((1 << 38,))])
 def test_what_is_no_archive(tmp_path, data):
     (tmp_path / "a.npz").write_bytes(data)
-    with pytest.raises(ConfigError, match=r"is no \.npz file"):
+    with pytest.raises(ConfigError, match=r"is not an \.npz file"):
         npz.load(tmp_path / "a.npz", ("x",))

@@ -109,7 +109,7 @@ def test_a_step_of_the_owners_is_known_by_its_path(user: ModuleType) -> None:
 
 @pytest.mark.parametrize("name", ["number", "Unnamed"])
 def test_a_path_that_is_no_step_is_refused(user: ModuleType, name: str) -> None:
-    with pytest.raises(ConfigError, match=f"steps_of_a_user:{name} is no step: it must be a subclass of"):
+    with pytest.raises(ConfigError, match=f"steps_of_a_user:{name} is not a step: it must be a subclass of"):
         known_steps([f"steps_of_a_user:{name}"])
 
 

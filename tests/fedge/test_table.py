@@ -128,9 +128,9 @@ def test_a_schema_travels_in_the_task_and_other_tasks_keep_their_fingerprints(tm
 @pytest.mark.parametrize(
     ("old", "new", "told"),
     [
-        ("12,gas", "twelve,gas", "row 1: load is no number: twelve"),
-        ("12,gas", "inf,gas", "row 1: load is no number: inf"),
-        ("12,gas", "1e39,gas", "row 1: load is no number"),
+        ("12,gas", "twelve,gas", "row 1: load is not a number: twelve"),
+        ("12,gas", "inf,gas", "row 1: load is not a number: inf"),
+        ("12,gas", "1e39,gas", "row 1: load is not a number"),
         ("12,gas", "12,gaz", r"row 1: fuel is gaz \(did you mean gas\?\): expected gas, oil"),
         ("12,gas", "12,", "row 1: fuel is missing: expected gas, oil"),
         (",bad,0,ann", ",,0,ann", "row 3: state is missing: expected good, bad"),
@@ -139,8 +139,8 @@ def test_a_schema_travels_in_the_task_and_other_tasks_keep_their_fingerprints(tm
         ("note,", "load,", "has load twice"),
         ("x,12", "12", "line 2: the row has 5 cells, the header 6"),
         ("ann\n", "ann\n\n", "line 3 is blank: delete it"),
-        ("a, b", 'a"b', "no table with commas"),
-        ("good", "\udcff", "no table with commas"),
+        ("a, b", 'a"b', "not a table with commas"),
+        ("good", "\udcff", "not a table with commas"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_row_and_column(
@@ -171,7 +171,7 @@ def test_rows_are_numbered_over_batches(tmp_path: Path) -> None:
     found = table.read(schema, written(tmp_path, "\n".join(["a,y", *lines])))
     assert found["x"][:, 0].tolist() == list(range(table.BATCH + 10))
     lines[table.BATCH + 4] = "?,1"
-    with pytest.raises(ConfigError, match=f"row {table.BATCH + 5}: a is no number"):
+    with pytest.raises(ConfigError, match=f"row {table.BATCH + 5}: a is not a number"):
         table.read(schema, written(tmp_path, "\n".join(["a,y", *lines])))
 
 
@@ -199,10 +199,10 @@ def test_a_table_that_is_too_large_is_refused(schema: Schema, tmp_path: Path, mo
         ("missing = 10.0", 'missing = "ten"', "'ten' is none"),
         ('"oil"]', '"oil"]\nmissing = "coal"', "'coal' of fuel is none of its categories"),
         ('"oil"]', '"oil"]\nmean = 1.0', "fuel has categories"),
-        ("std = 2.0", "std = 0.0", "no schema"),
-        ("std = 2.0", "sdt = 2.0", "no schema.*sdt"),
-        ("target", "targte", "no schema"),
-        ("[[columns]]", "[[columns", "no schema"),
+        ("std = 2.0", "std = 0.0", "not a schema"),
+        ("std = 2.0", "sdt = 2.0", "not a schema.*sdt"),
+        ("target", "targte", "not a schema"),
+        ("[[columns]]", "[[columns", "not a schema"),
     ],
 )
 def test_a_schema_that_contradicts_itself_is_refused(tmp_path: Path, old: str, new: str, told: str) -> None:

@@ -134,11 +134,10 @@ def log_prior(manifest: Manifest, gate: dict[str, torch.Tensor]) -> Vectors:
 def fusion(manifest: Manifest, logits: Vectors, scores: Vectors, pi: Vectors) -> tuple[Vectors, Vectors]:
     """One sample: p (C,) and alpha (M,) of logits (M, C) and log omega + r (M,)."""
     rules = manifest.fusion
-    temperature = rules.energy_temperature or 1.0
     log_a = np.full(len(logits), -math.inf)
     for k, candidate in enumerate(manifest.candidates):
         if np.isfinite(logits[k]).all() and np.isfinite(scores[k]):
-            energy = log_sum_exp(logits[k] / temperature) - candidate.energy_mean
+            energy = log_sum_exp(logits[k]) - candidate.energy_mean
             energy /= max(candidate.energy_std, 0.1)
             bound = math.inf if rules.energy_clip is None else rules.energy_clip
             log_a[k] = scores[k] + rules.beta * min(max(energy, -bound), bound)
@@ -150,8 +149,6 @@ def fusion(manifest: Manifest, logits: Vectors, scores: Vectors, pi: Vectors) ->
         return np.full(n_classes, 1 / n_classes), np.zeros(len(logits))
     alpha = np.exp(log_a - log_sum_exp(log_a))
     selected = [k for k in range(len(logits)) if alpha[k] > 0]
-    if rules.space == "logit":
-        return softmax(sum(alpha[k] * logits[k] for k in selected)), alpha
     p = np.zeros(n_classes)
     for k in selected:
         candidate = manifest.candidates[k]

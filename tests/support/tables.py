@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -71,8 +71,6 @@ def mixture_of(
     gate: GateWeights | None = None,
     guard: Guard | None = None,
     top: int = 2,
-    space: Literal["prob", "logit"] = "prob",
-    energy_temperature: float = 1.0,
 ) -> Mixture:
     """Tables (M, n, C); everything left out makes it the plain formula of SCMoE-PFL with equal gate scores."""
     m, _, n_classes = logits.shape
@@ -92,7 +90,7 @@ def mixture_of(
     )
     prior = np.full(n_classes, -np.log(n_classes)) if log_prior is None else log_prior
     gate = gate or GateWeights.untrained((1,), m)
-    return Mixture(candidates, prior, beta, gate, guard, top, energy_clip, space, energy_temperature)
+    return Mixture(candidates, prior, beta, gate, guard, top, energy_clip)
 
 
 def by_formula(mixture: Mixture, logits: NDArray[Any], scores: NDArray[Any] | float = 0.0) -> list[NDArray[Any]]:

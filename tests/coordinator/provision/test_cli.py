@@ -85,7 +85,7 @@ def test_revoke_and_make_anew(folder: Path, capsys: pytest.CaptureFixture[str]) 
         (["init", "a/b", "h", "--folder", "t"], "federation: expected 1 to 63 letters"),
         (["device", "--folder", "s"], "name the devices, or give their requests"),
         (["device", "status", "--folder", "s"], "no device can be called status"),
-        (["device", "a b", "--folder", "s"], "is no name of a device"),
+        (["device", "a b", "--folder", "s"], "is not a name of a device"),
         (["device", "cam1", "--folder", "nowhere"], "make one with `fedge provision init`"),
         (
             ["device", "cam1", "--task", "code.json", "--folder", "s"],

@@ -89,19 +89,6 @@ def test_the_bundle_is_the_printed_formula(tmp_path, blobs, top) -> None:
     assert np.abs(gate_scores(tmp_path, x)).max() > 0.01, "the gate has learned"
 
 
-def test_fusion_of_logits_trains_the_gate_for_what_it_serves(tmp_path, blobs) -> None:
-    """11.3: p = softmax(sum of alpha_k l_k); the gate's loss on its own data is that of this p (16, 15)."""
-    own, _, runtime = fitted(tmp_path / "a", blobs, space="logit", energy=False)
-    (x, y), (_, _, untrained) = own.data.validation, fitted(tmp_path / "b", blobs, space="logit", gate="uniform")
-    logits = logits_of_candidates(own, tmp_path / "a", x)
-    found = runtime.predict(x)
-    mixed = np.einsum("nm,mnc->nc", found.weights.astype(float), logits)
-    expected = np.exp(mixed - np.logaddexp.reduce(mixed, axis=1, keepdims=True))
-    np.testing.assert_allclose(found.probabilities, expected, atol=1e-5)
-    losses = [-np.log(r.predict(x).probabilities[np.arange(len(y)), y]).mean() for r in (runtime, untrained)]
-    assert losses[0] < losses[1]
-
-
 def test_identity_all_selected_adds_unnormalised_exponentials(tmp_path, blobs) -> None:
     """11.3: with everything selected and no offsets p = softmax_c(logsumexp_k(s_k + l_kc))."""
     own, _, runtime = fitted(tmp_path, blobs, experts=2)

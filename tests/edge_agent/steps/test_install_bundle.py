@@ -86,9 +86,9 @@ TAMPERED: dict[str, tuple[Callable[[dict[str, bytes]], dict[str, bytes]], str]] 
     "the manifest": (lambda f: f | {MANIFEST: f[MANIFEST][:-3]}, "manifest"),
     "a part is missing": (lambda f: {n: d for n, d in f.items() if n != part_of(f)} | STRANGE, "missing"),
     "a file too many": (lambda f: f | STRANGE, "does not name"),
-    "a way out": (lambda f: f | {"../../evil": b"x"}, "no file of a bundle"),
-    "an absolute path": (lambda f: f | {"/tmp/evil": b"x"}, "no file of a bundle"),
-    "a name with a line break": (lambda f: f | {"0" * 64 + ".safetensors\n": b"x"}, "no file of a bundle"),
+    "a way out": (lambda f: f | {"../../evil": b"x"}, "not a file of a bundle"),
+    "an absolute path": (lambda f: f | {"/tmp/evil": b"x"}, "not a file of a bundle"),
+    "a name with a line break": (lambda f: f | {"0" * 64 + ".safetensors\n": b"x"}, "not a file of a bundle"),
     "another task": (lambda f: manifest_with(f, task=OTHER_TASK), "another fingerprint"),
     "another release": (lambda f: manifest_with(f, release=7), "release 7"),
 }  # fmt: skip

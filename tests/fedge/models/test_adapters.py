@@ -125,7 +125,7 @@ def test_what_does_not_fit_is_named(change: Tensors, text: str, tmp_path: Path) 
 
 def test_a_pickled_file_is_not_opened(tmp_path: Path) -> None:
     (tmp_path / "w.pt").write_bytes(pickle.dumps({"0.weight": 1}))
-    with pytest.raises(ConfigError, match="no safetensors"):
+    with pytest.raises(ConfigError, match="not a safetensors"):
         models.initial(with_network(TASK, None, tmp_path / "w.pt"), 0)
 
 

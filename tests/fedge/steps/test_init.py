@@ -129,7 +129,7 @@ GOOD: list[tuple[Action, Result]] = [
     (PROFILE, profiled(halves=0.1)),
     (NOISY, profiled()),
     (DescribeLabels(), LabelsDescribed(feature=1, n_samples=3)),
-    (DescribeLabels(mode="abs", epsilon=3.0), LabelsDescribed(feature=-1, n_samples=0)),
+    (DescribeLabels(epsilon=3.0), LabelsDescribed(feature=-1, n_samples=0)),
     (Trial(global_model=REF, expert=REF), Tried(delta=-0.1)),
     (Trial(global_model=REF, expert=REF), Tried()),
     (FIT_CANDIDATES, fitted(Role.GLOBAL, Role.EXPERT, cluster=1)),

@@ -121,7 +121,7 @@ def test_colour_images_are_turned_in_their_plane(layout: str) -> None:
 def test_what_cannot_be_turned_is_refused() -> None:
     spec = TaskSpec(name="w", classes=("a", "b"), input_shape=(9, 128), model="mlp")
     windows = Pool(np.zeros((100, 9, 128)), np.arange(100) % 2, spec)
-    with pytest.raises(ConfigError, match="no square images"):
+    with pytest.raises(ConfigError, match="not square images"):
         deal(windows, 3, how="groups")
     assert len(deal(windows, 3, how="dirichlet")) == 3
 
