@@ -41,7 +41,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "mark under another name": ({"x": X, "y": Y, "Sensitive": [True] * 4}, r"'Sensitive'.*did you mean sensitive"),
     "mark in capitals": ({"x": X, "y": Y, "SENSITIVE": [True] * 4}, "did you mean sensitive"),
     "unknown array": ({"x": X, "y": Y, "weather": X}, "x, y, split, sensitive, user, classes"),
-    "objects": ({"x": np.array([[{}]] * 4, dtype=object), "y": Y}, "no .npz"),
+    "objects": ({"x": np.array([[{}]] * 4, dtype=object), "y": Y}, "not an .npz"),
 }
 
 

@@ -51,5 +51,5 @@ def test_images_are_turned_by_the_group():
 
 
 def test_what_is_no_image_cannot_be_shifted():
-    with pytest.raises(ConfigError, match="no images"):
+    with pytest.raises(ConfigError, match="not images"):
         generated(X.reshape(90, 36))
