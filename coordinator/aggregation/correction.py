@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from fedge.tensors import Floats
 
 STILL = 1e-12
-"""A cluster that moved by no more than this has no direction."""
+"""A cluster that moved no further than this has no direction."""
 
 Vector = NDArray[np.float64]
 

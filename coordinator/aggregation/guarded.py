@@ -1,7 +1,7 @@
-"""Averages of updates under the configured rule, for each cluster of a step.
+"""Averages of updates by the configured rule, for each cluster of a step.
 
-`mean` and `clipped` read each update once and keep none: memory is that of the sums. The other rules see all updates of
-a step at once: 4 n d bytes for n updates of d numbers. They count every device once and use the median of the buffers.
+`mean` and `clipped` read each update once and hold only the sums. The other rules hold all updates of a step, 4 n d
+bytes for n updates of d numbers, count every device once, and take the median of the buffers.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def shortened(norms: Sequence[Norms], weights: Sequence[float], members: Sequenc
 
 
 def _robust(rows: Sequence[Model], layout: Layout, protection: Protection) -> Average | None:
-    """Of one cluster."""
+    """The robust average of one cluster."""
     n = len(rows)
     f = rules.n_hostile(n, protection.hostile)
     if n < rules.FEWEST:

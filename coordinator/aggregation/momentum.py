@@ -1,7 +1,7 @@
-"""Server momentum: the step of the global model and of the experts.
+"""Server momentum: the step of the global model and of the experts. gamma = 0 is FedAvg.
 
-Source: docs/methods/fedge.md, sections 4 and 5. gamma = 0 is FedAvg. The step has no fixed length, so nothing
-depends on the scale of the network.
+Source: docs/methods/fedge.md, sections 4 and 5. The step has no fixed length, so nothing depends on the network's
+scale.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class Step:
     diverged: bool = False
 
 
-def server_step(w: Floats, v: Floats | None, change: NDArray[np.floating] | None, *, gamma: float) -> Step:
+def server_step(w: Floats, v: Floats | None, change: NDArray[np.floating], *, gamma: float) -> Step:
     """Move the global model or an expert: v <- gamma v + change;  w <- w + v.
 
     Args:
         w: model, (d,) float32, finite; e_k for an expert.
         v: velocity, (d,); None is zero.
-        change: sum of (n_i / sum n) Delta_i, (d,); None: nobody answered, and nothing changes. Delta_i = W_i - its own
-            start. An expert's members may have started from other experts: hence changes are averaged, not models.
+        change: sum of (n_i / sum n) Delta_i, (d,), with Delta_i = W_i - its own start. An expert's members may have
+            started from other experts, so changes are averaged, not models.
         gamma: momentum, in [0, 1).
 
     Returns:
@@ -42,8 +42,6 @@ def server_step(w: Floats, v: Floats | None, change: NDArray[np.floating] | None
     """
     if not 0 <= gamma < 1:
         raise ValueError(f"gamma {gamma} is not in [0, 1)")
-    if change is None:
-        return Step(w, np.zeros_like(w) if v is None else v)
     new, kept = np.empty_like(w), np.empty_like(w) if gamma else None
     for start in range(0, len(w), BLOCK):
         block = slice(start, start + BLOCK)

@@ -1,4 +1,4 @@
-"""Choices for which single devices have too few validation samples: made once, from sums over all devices.
+"""Choices made once from sums over all devices, because single devices have too few validation samples.
 
 Source: docs/methods/fedge.md, sections 7 to 9.
 """
@@ -15,7 +15,7 @@ from coordinator.aggregation.rules import FEWEST, bounded, factors
 K = TypeVar("K")
 
 MARGIN = 1e-9
-"""Better means better by more than this; so rounding decides no tie (section 2)."""
+"""A choice must be better by more than this, so that rounding decides no tie (section 2)."""
 
 
 def pooled_choice(losses: Sequence[Sequence[float]]) -> int:

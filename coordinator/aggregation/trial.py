@@ -1,7 +1,7 @@
-"""The trial: whether cluster experts are worth having.
+"""The trial: whether experts for clusters are worth having.
 
-Source: docs/methods/fedge.md, section 5, steps 2 and 5. Label skew alone makes no split: the losses of the trial
-are taken with the device's class prior, so the global model already explains it.
+Source: docs/methods/fedge.md, section 5, steps 2 and 5. Label skew alone causes no split: the trial's losses include
+the device's class prior, so the global model already explains it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 ENOUGH_DEVICES = 4
-"""Below it t has no meaning and nothing is split (section 12)."""
+"""With fewer, t has no meaning and nothing is split (section 12)."""
 
 Z, ETA_0, SLOPE = 1.0, 0.70, 20.0  # section 13
 
@@ -35,9 +35,9 @@ def trial_statistic(deltas: Sequence[float]) -> float | None:
 
 
 def within(deltas: Sequence[float]) -> Sequence[float]:
-    """The deltas, those of outliers moved to 6 median deviations from the median; of three or fewer as they are.
+    """The deltas, with outliers moved to 6 median deviations from the median; three or fewer stay unchanged.
 
-    6 median deviations are 4 standard deviations of a normal sample; where most deltas are equal nothing is moved.
+    6 median deviations are 4 standard deviations of a normal sample. Where most deltas are equal, none is moved.
 
     Example:
         >>> within([1.0, 2.0, 3.0, 2.0, 50.0])

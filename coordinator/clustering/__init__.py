@@ -1,10 +1,9 @@
-"""Clusterings of devices: by the activations of their data (`aidc`), or by the direction of their updates (`mctc`).
+"""Clusterings of devices, all behind one function, `find_clusters`.
 
-Each kind of features has its paper's clustering: profiles AIDC (FedEPC), directions MCTC (SCMoE-PFL), labels the groups
-of equal label feature (CFIC). The rivals `k-means` and `agglomerative` take profiles and directions alike, and by
-default make as many clusters as the paper's own, so that the number is not the difference (scmoe_pfl.md section 14);
-average linkage of profiles stops at theta_merge, which is AIDC without its density step (fedepc.md 4.4). All have one
-signature, `find_clusters`; clusters are tuples of positions by ascending device id.
+Each kind of features has its paper's clustering: profiles have AIDC (FedEPC), directions of updates MCTC (SCMoE-PFL),
+label features the groups of equal label (CFIC). The rivals `k-means` and `agglomerative` take profiles or directions.
+By default they make as many clusters as the paper's own, so that the number makes no difference (scmoe_pfl.md section
+14). Average linkage of profiles stops at theta_merge: AIDC without its density step (fedepc.md 4.4).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """AIDC: clusters of devices by the divergence of their ReLU-sparsity profiles.
 
 Source: Tang et al., "FedEPC", CMC 85(2), 2025, equations (3)-(8); specification docs/methods/fedepc.md. Departures:
-divergences are measured in a calibrated unit D_ref (4.1), MinPts and the radius come from the mean entropy and from
-nearest-neighbour distances (4.2), noise devices are placed by a rule (4.4), and large N goes through a random subset
-instead of a single reference client (4.5).
+divergences are in a calibrated unit D_ref (4.1), MinPts and the radius come from the mean entropy and from
+nearest-neighbour distances (4.2), a rule places noise devices (4.4), and for large N a random subset replaces the
+single reference client (4.5).
 
 Devices are positions, by ascending id. Values closer than 1e-12 are equal where ties matter.
 """

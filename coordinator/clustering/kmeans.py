@@ -1,8 +1,7 @@
-"""k-means on directions: the plain rival of AIDC on profiles and of MCTC on updates.
+"""k-means on directions: the plain rival of AIDC and MCTC, which find the number of clusters themselves.
 
-Source: Lloyd's algorithm with k-means++ starts (scikit-learn); rows are brought to unit length first, so that the
+Source: Lloyd's algorithm with k-means++ starts (scikit-learn). Rows are scaled to unit length first, so that the
 squared distance of two rows is 2 - 2 cos, and lengths (how much a device trained, how dead its units are) do not count.
-The number of clusters must be known, which is what AIDC and MCTC are spared.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from numpy.typing import NDArray
 
 from coordinator.clustering.aidc import Clusters, numbered
 
-RESTARTS = 10  # starts, of which the one with the smallest sum of squares counts
+RESTARTS = 10  # the start with the smallest sum of squares wins
 
 
 def kmeans(vectors: NDArray[np.floating], *, n_clusters: int, rng: np.random.Generator) -> Clusters:

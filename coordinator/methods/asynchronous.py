@@ -1,7 +1,7 @@
-"""Rounds that wait for nobody: devices train all the time, and the server steps whenever K updates have come.
+"""Rounds without waiting: devices train all the time, and the server steps whenever K updates have arrived.
 
 Source: Nguyen et al., "Federated Learning with Buffered Asynchronous Aggregation", AISTATS 2022, Algorithm 1;
-docs/methods/fedbuff.md. What came in which order is durable (`Fleet.stream`), so a round that is run again is the same.
+docs/methods/fedbuff.md. The order of arrival is durable (`Fleet.stream`), so a round that runs again is the same.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from coordinator.selection import cohort_size, uniform
 from fedge.steps.train import Train, Trained
 
 KEPT: Final = 20
-"""Updates whose norms are the measure for the next ones."""
+"""Latest updates, against whose norms the next ones are measured."""
 
 ONE_BY_ONE: Final = "it takes answers one by one, and a relay gives those of its site together"
 """Why devices cannot be behind relays."""
@@ -52,10 +52,10 @@ def discount(tau: int) -> float:
 async def buffered(
     method: Method[Any], state: State, fleet: Fleet, seen: Sequence[Seen], size: int, order: Callable[[str], Train]
 ) -> Buffer:
-    """The next `size` updates, however old they are; fewer if nobody works any more.
+    """The next `size` updates, however old they are; fewer if no device is working any more.
 
-    `--participation` is the share of the devices that work at a time. Whenever one answers, another one begins, drawn
-    from those that are idle. A device that failed or declined is not asked again in this step.
+    `--participation` is the share of devices that work at a time. Whenever one answers, an idle one is drawn to begin.
+    A device that failed or declined is not asked again in this step.
     """
     r, settings, measures = state.round + 1, method.settings, list(seen)
     rng = round_rng(settings, r)

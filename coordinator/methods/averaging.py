@@ -1,4 +1,4 @@
-"""The one way in which methods average what devices send: by the rule of the settings, within clusters."""
+"""The one way to average updates: by the configured rule, within clusters."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class Update(Protocol):
 
 
 Note = Callable[[str, mctc.Vectors], None]
-"""Is shown the direction of an update (`mctc.direction`) that has one."""
+"""Called with the direction of an update (`mctc.direction`), if it has one."""
 
 
 def ignore(device_id: str, direction: mctc.Vectors) -> None:
-    """Nobody asks for directions."""
+    """Ignore directions."""
 
 
 async def averages(
@@ -55,21 +55,21 @@ async def averages(
     whose: Collection[str] = (),
     discounts: Mapping[str, float] = FRESH,
 ) -> tuple[Average | None, ...]:
-    """Average updates within clusters. Those that lie on sites are summed there.
+    """Average updates within clusters; those on sites are summed there.
 
     Args:
-        method: whose settings say how.
+        method: its settings have the rule.
         fleet: where the updates are.
         updates: by ascending device id.
         members: of each cluster, ids among those of the updates; clusters may overlap or be empty.
         layout: of the updates.
-        alike: every device counts as one, whatever it learned from.
-        note: is shown the directions of updates.
-        whose: devices whose directions it is shown.
-        discounts: by what changes are multiplied, of some updates; lengths are bounded before that.
+        alike: every device counts as one, however many samples it has.
+        note: called with directions of updates.
+        whose: devices whose directions are wanted.
+        discounts: factors of some updates, applied after their lengths are bounded.
 
     Returns:
-        The average of each cluster; None where it has no members, or no site of theirs has answered.
+        The average of each cluster; None if it has no members, or none of their sites has answered.
     """
     ids = list(updates)
     norms = [fleet.norms(u.update, layout) for u in updates.values()]
@@ -99,7 +99,7 @@ async def averages(
 
 
 def _read(refs: Iterator[BlobRef], fleet: Fleet, layout: Layout) -> Iterator[Model]:
-    """Updates, one after the other; where they are large the next one is decoded while one is summed."""
+    """Updates one by one; while a large one is summed, the next is decoded."""
     if layout.n_params < BLOCK:
         yield from (fleet.get(ref, layout) for ref in refs)
         return
@@ -124,7 +124,7 @@ async def _over_sites(
     note: Note,
     whose: Collection[str],
 ) -> tuple[Average | None, ...]:
-    """As `cluster_averages` of all, where a site's mean of a cluster stands for all of its devices there."""
+    """`cluster_averages` of all; a site's mean of a cluster stands for its devices there."""
     ids = list(weights)
     wanted = [
         {ids[p]: factors.get((k, p), (1.0, 1.0)) for p in own if ids[p] in far} for k, own in enumerate(positions)
@@ -155,7 +155,7 @@ async def average(
     whose: Collection[str] = (),
     discounts: Mapping[str, float] = FRESH,
 ) -> Average | None:
-    """The average over everybody; None where no site of theirs has answered."""
+    """The average over all updates; None if no site has answered."""
     (found,) = await averages(
         method, fleet, updates, [updates], layout, alike=alike, note=note, whose=whose, discounts=discounts
     )
@@ -165,7 +165,7 @@ async def average(
 def lengths(
     method: Method[Any], fleet: Fleet, updates: Mapping[str, Update], layout: Layout
 ) -> dict[str, tuple[float, float]]:
-    """By what parameters and buffers of each update are multiplied, for a method that weighs updates itself."""
+    """The factors of each update's parameters and buffers, for a method that weighs updates itself."""
     ids = list(updates)
     norms = [fleet.norms(u.update, layout) for u in updates.values()]
     if method.settings.protection.average == "mean":

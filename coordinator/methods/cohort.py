@@ -1,8 +1,7 @@
-"""Who trains in a round of a method without clusters, or whose clusters overlap: all devices are one cluster.
+"""Cohorts of methods without clusters, or with overlapping ones: all devices are one cluster.
 
-`uniform` and `fastest` draw from everybody; `ccmab` is FedEPC's bandit with its deadline (fedepc.md section 5), of all
-devices together. Stratified draws need a cluster for each device: `coordinator.selection.choose` has all four under one
-signature for methods whose devices lie in clusters.
+`uniform` and `fastest` draw from all devices; `ccmab` is FedEPC's bandit with its deadline (fedepc.md section 5).
+Stratified draws need one cluster per device: methods that have them call `coordinator.selection.choose`.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ NO_CLUSTERS: Final = {
     "selection=stratified": "it draws about as many devices from each cluster, and here are none; "
     "cfic:correction=false is fedavg with it",
 }
-"""What methods without clusters refuse."""
+"""Refused by methods without clusters."""
 
 
 class ChoosingState(State, frozen=True, kw_only=True):
@@ -56,7 +55,7 @@ async def train_cohort(
     Losses and gradient norms are measured only for the bandit.
 
     Returns:
-        The state with what the round told about the devices; how many were asked; what they learned.
+        The state with what the round showed of the devices, the number asked, and their updates.
     """
     cohort = drawn(method.selection, state, fleet.devices(), method.settings, model)
     measure = cohort.held is not None
@@ -71,7 +70,7 @@ async def train_cohort(
 
 
 def bandit_of(settings: MethodSettings) -> ccmab.Settings:
-    """Settings of the bandits of a method without options for them; no deadline if everybody is to train."""
+    """Settings of the bandits of a method without options for them; no deadline if everybody trains."""
     everybody = settings.participation == 1
     return ccmab.Settings(quota=settings.participation, deadline_s=math.inf if everybody else None)
 
@@ -79,7 +78,7 @@ def bandit_of(settings: MethodSettings) -> ccmab.Settings:
 def drawn(
     how: Selection | None, state: ChoosingState, devices: Sequence[Device], settings: MethodSettings, model: BlobRef
 ) -> Cohort:
-    """The devices that train `model`, or one of its size, in round `state.round + 1`."""
+    """The cohort of round `state.round + 1`, for `model` or one of its size."""
     if how == "ccmab":
         arms = [arm(device, settings.sgd, model) for device in devices]
         held = ccmab.select(state.bandit, arms, bandit_of(settings))
@@ -93,7 +92,7 @@ def drawn(
 
 
 def learned(how: Selection | None, state: C, cohort: Cohort, answers: Mapping[str, Answer]) -> C:
-    """What a round tells about the devices."""
+    """The state with what a round showed of the devices."""
     if cohort.held is not None:
         bandit = observed(cohort.held[1], cohort.held[0], answers)
         return msgspec.structs.replace(state, bandit=bandit)
@@ -101,7 +100,7 @@ def learned(how: Selection | None, state: C, cohort: Cohort, answers: Mapping[st
 
 
 def times(answers: Mapping[str, Answer]) -> dict[str, float]:
-    """How long each device took; infinity if it failed. Devices that declined are left out."""
+    """Seconds of each device; infinity if it failed. Devices that declined are left out."""
     return {
         i: answer.seconds if i in accepted({i: answer}) else math.inf
         for i, answer in answers.items()

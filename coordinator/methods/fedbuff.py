@@ -1,12 +1,12 @@
-"""FedBuff: the server never waits for the slowest; it steps whenever K updates have come, however old they are.
+"""FedBuff: the server steps whenever K updates have arrived, however old they are.
 
 Source: Nguyen et al., "Federated Learning with Buffered Asynchronous Aggregation", AISTATS 2022, Algorithm 1;
 docs/methods/fedbuff.md. An update that began tau steps ago counts s(tau) = 1 / sqrt(1 + tau):
 
     w <- w + 1 / K * sum_i s(tau_i) Delta_i
 
-A round is such a step. Departures: the server's rate, which the paper tunes for each task, is 1; where nobody works any
-more a step is made of what has come.
+A round is such a step. Departures: the server's rate, which the paper tunes for each task, is 1; when no device is
+working any more, the step takes what has arrived.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from coordinator.methods import Method, ModelState, round_done
 from coordinator.methods.asynchronous import ONE_BY_ONE, Buffer, buffered
 from coordinator.methods.averaging import average
 from coordinator.methods.cohort import NO_CLUSTERS
-from coordinator.methods.server_optimizer import ServerModel, stepped
+from coordinator.methods.server_optimizer import moved
 from fedge.messages import BlobRef
 from fedge.steps.train import Start, Train
 
@@ -70,7 +70,7 @@ class FedBuff(Method[FedBuffState]):
     async def stepped(self, state: FedBuffState, fleet: Fleet, buffer: Buffer) -> BlobRef:
         """The model after a step."""
         mean = await average(self, fleet, buffer.updates, state.layout, alike=True, discounts=buffer.discounts)
-        return stepped(ServerModel(model=state.model), mean, state.layout, fleet, gamma=0.0).model
+        return moved(state.model, mean, state.layout, fleet)
 
     def summary(self, state: FedBuffState) -> dict[str, Any]:
         """With the staleness of the last step."""

@@ -1,18 +1,17 @@
 """FedEPC: clusters of devices by ReLU sparsity, one model per cluster, a bandit that picks who trains.
 
 Source: Tang et al., "FedEPC: An Efficient and Privacy-Enhancing Clustering Federated Learning Method for
-Sensing-Computing Fusion Scenarios", CMC 85(2), 2025; specification docs/methods/fedepc.md.
-Departures: a warm-up of shared rounds gives all clusters their start (section 9.10). Unless the coordinator is told to
-use labelled samples of its own (extractor=server, and --server-data), the warm-up's model is the extractor of the
-profiles, and D_ref comes from the devices' split halves (4.1). Section 8 counts local work in epochs (`--local-epochs
-5`), so that time and progress grow with a device's samples; by default all take equally many steps. Unresponsive
-devices rest (`coordinator.methods.unresponsive`). The stop rule of section 6 is off unless asked for: the
-specification's table 8.2 is without it (uploads there are clusters times rounds). Cohorts of one or two make a
-cluster's loss jump, so it may stop early; in 13 pairs of runs on digits (two seeds, not all rows) personal accuracy
-with it was between 4.5 points lower and 6.4 higher: no clear winner, with fewer uploads. The parts can be exchanged by
-options: as printed the method is warm_up=0, without the rule that overdue devices are asked (5.5); with
-selection=uniform and deadline=none its clusters alone are seen. With clustering=mctc every device trains once more from
-the warm-up's model, and where that update points is its description; it stays in the one cluster that it is nearest to.
+Sensing-Computing Fusion Scenarios", CMC 85(2), 2025; specification docs/methods/fedepc.md. Departures: a warm-up of
+shared rounds gives all clusters their start (section 9.10). Unless the coordinator uses labelled samples of its own
+(extractor=server, and --server-data), the warm-up's model is the extractor of the profiles, and D_ref comes from the
+devices' split halves (4.1). Section 8 counts local work in epochs (`--local-epochs 5`), so that time and progress grow
+with a device's samples; by default all take equally many steps. Unresponsive devices rest
+(`coordinator.methods.unresponsive`). The stop rule of section 6 is off by default: table 8.2 is without it (uploads
+there are clusters times rounds). Cohorts of one or two make a cluster's loss jump, so it may stop early; in 13 pairs of
+runs on digits (two seeds, not all rows) personal accuracy with it was between 4.5 points lower and 6.4 higher: no clear
+winner, with fewer uploads. As printed, the method is warm_up=0 without the rule for overdue devices (5.5);
+selection=uniform with deadline=none shows the gain of its clusters. With clustering=mctc every device trains once more from
+the warm-up's model and is described by the direction of that update; it is in the one cluster that is nearest.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ from coordinator.methods.grouping import (
     unit_of,
     vectors_of,
 )
-from coordinator.methods.server_optimizer import ServerModel, stepped
+from coordinator.methods.server_optimizer import moved
 from coordinator.methods.unresponsive import AskingState, ask, awake
 from coordinator.protection import Guard, without_noise
 from coordinator.selection import ccmab, choose, cohort_size, uniform
@@ -82,17 +81,17 @@ Vectors = NDArray[np.float64]
 WINDOW: Final = 5  # rounds with participants that are compared with as many before them, section 6
 LEAST_GAIN: Final = 0.001  # relative, section 6
 PROXIMAL_MU: Final = 0.01  # mu of the local step, (13)
-GONE_AFTER: Final = 10  # rounds without being there after which a device has left (ours; 4.6 does not say when)
+GONE_AFTER: Final = 10  # rounds of absence after which a device has left (ours; 4.6 does not say when)
 
 
 class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Section 7. `participation` of the settings is the quota rho_c.
 
-    `warm_up`: R_w, shared rounds before the clusters; a third of all unless given. `clustering`: of profiles; labels:
-    of label features; mctc: of updates of the common model. `n_clusters`: of k-means and agglomerative; of mctc at
-    most. `extractor`: W_ext is the warm-up's model, or one that is trained on the server's samples. `sigma_dp`: of the
-    noise on a profile (3). `deadline`: T_max, seconds. `budget`: device-seconds of a cluster's round (5.2), of ccmab.
-    `stop`: a cluster whose loss falls no more is left as it is (6).
+    `warm_up`: R_w, shared rounds before the clusters; by default a third of all. `clustering`: of profiles; labels: of
+    label features; mctc: of updates of the common model. `n_clusters`: of k-means and agglomerative; the most of mctc.
+    `extractor`: W_ext is the warm-up's model, or one trained on the server's samples. `sigma_dp`: of the noise on a
+    profile (3). `deadline`: T_max, seconds. `budget`: device-seconds of a cluster's round (5.2), for ccmab. `stop`: a
+    cluster whose loss no longer falls stops training (6).
     """
 
     warm_up: Annotated[int, Meta(ge=0)] | None = None
@@ -114,7 +113,7 @@ class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Description(Struct, frozen=True, kw_only=True):
-    """What a device says of its data: a profile, its label feature, or a direction. `n_samples`: when it was asked."""
+    """A device's description of its data: a profile, its label feature, or a direction. `n_samples`: at that time."""
 
     n_samples: int
     profile: tuple[float, ...] = ()
@@ -144,9 +143,9 @@ class Cluster(Struct, frozen=True, kw_only=True):
 class FedEpcState(AskingState, frozen=True, kw_only=True):
     """State of a federation between two rounds.
 
-    `shared`: the model of the warm-up. `extractor`: W_ext, and `unit`: its D_ref, where the server data say it.
+    `shared`: the model of the warm-up. `extractor`: W_ext, and `unit`: its D_ref, if it comes from the server data.
     `n_moved`: devices that joined, left or changed since the clusters were made. `seen`: the last round in which a
-    device was there.
+    device was present.
     """
 
     shared: BlobRef
@@ -159,7 +158,7 @@ class FedEpcState(AskingState, frozen=True, kw_only=True):
 
 
 class FedEpc(Method[FedEpcState]):
-    """Tang et al.; after the last round every device installs the model of its cluster."""
+    """Tang et al.; after the last round every device installs its cluster's model."""
 
     name = "fedepc"
     Options: ClassVar[type[Struct]] = Options
@@ -223,7 +222,7 @@ class FedEpc(Method[FedEpcState]):
         return msgspec.structs.replace(state, seen=state.seen | dict.fromkeys((d.id for d in fleet.devices()), r))
 
     async def _described(self, state: FedEpcState, fleet: Fleet, r: int) -> FedEpcState:
-        """4.6: who has left is forgotten, who came or changed is described and placed."""
+        """4.6: forget devices that have left; describe and place those that came or changed."""
         return await self._describe(self._without_gone(self._seen(state, fleet, r), r), fleet, r)
 
     # ------------------------------------------------------------------------------------------ section 6: warm-up
@@ -237,8 +236,7 @@ class FedEpc(Method[FedEpcState]):
         updates = accepted(answers)
         shared = state.shared
         if len(updates) >= self.settings.min_reports:
-            mean = await average(self, fleet, updates, state.layout)
-            shared = stepped(ServerModel(model=shared), mean, state.layout, fleet, gamma=0.0).model
+            shared = moved(shared, await average(self, fleet, updates, state.layout), state.layout, fleet)
         return round_done(state, len(cohort), updates, shared=shared)
 
     def _order(self, model: BlobRef, cluster: int = -1) -> Train:
@@ -248,7 +246,7 @@ class FedEpc(Method[FedEpcState]):
     # ------------------------------------------------------------------ sections 3 and 4: descriptions and clusters
 
     def _without_gone(self, state: FedEpcState, r: int) -> FedEpcState:
-        """4.6, point 2: who has left is forgotten, and a cluster that is empty then with its model and bandit."""
+        """4.6, point 2: forget devices that have left, and clusters that are empty then, with model and bandit."""
         gone = {i for i, seen in state.seen.items() if r - seen > GONE_AFTER}
         return msgspec.structs.replace(
             state,
@@ -259,7 +257,7 @@ class FedEpc(Method[FedEpcState]):
         )
 
     async def _describe(self, state: FedEpcState, fleet: Fleet, r: int) -> FedEpcState:
-        """Devices without description, or with another number of samples than then, describe their data (SPRE)."""
+        """Devices without a description, or with more or fewer samples since, describe their data (SPRE)."""
         state = await self._with_extractor(state, fleet)
         assert state.extractor is not None
         due = {i: device.n_samples for i, device in awake(state, fleet, r).items() if is_due(state, device)}
@@ -278,7 +276,7 @@ class FedEpc(Method[FedEpcState]):
         return self._arrange(state, descriptions(answers, due) | directions, fleet)
 
     async def _with_extractor(self, state: FedEpcState, fleet: Fleet) -> FedEpcState:
-        """W_ext, once and for all: the model of the warm-up, or what the server data teach, with its D_ref (4.1)."""
+        """W_ext, made once: the model of the warm-up, or one trained on the server data, with its D_ref (4.1)."""
         if state.extractor is not None:
             return state
         if self._server_samples is None:
@@ -293,9 +291,9 @@ class FedEpc(Method[FedEpcState]):
         return msgspec.structs.replace(state, extractor=extractor, unit=unit)
 
     def _arrange(self, state: FedEpcState, new: dict[str, Description], fleet: Fleet) -> FedEpcState:
-        """4.6: who is new, or whose data changed, is placed; all clusters anew at first, and after many moves."""
+        """4.6: place new and changed devices; remake all clusters at first, and after many moves."""
         described = of_one_length(state.described, new)
-        unit = state.unit or unit_of(described.values())  # None: nothing tells devices apart, so all form one cluster
+        unit = state.unit or unit_of(described.values())  # None: nothing tells devices apart: one cluster
         strangers = [i for i in new if i in described and self._is_strange(state.described.get(i), new[i], unit)]
         state = msgspec.structs.replace(
             state,
@@ -310,15 +308,15 @@ class FedEpc(Method[FedEpcState]):
         return state
 
     def _is_strange(self, before: Description | None, now: Description, unit: float | None) -> bool:
-        """4.6, point 3: whether a device is new, or so different from before that it must be placed again."""
+        """4.6, point 3: whether a device is new, or has changed so much that it must be placed again."""
         if before is None or self._by_label:
             return before is None or before.label != now.label
-        if now.direction is not None:  # of other data: it may point anywhere
+        if now.direction is not None:  # its data changed: it may point anywhere
             return now.direction != before.direction
         return unit is not None and has_changed(before, now, unit)
 
     def _remade(self, state: FedEpcState, unit: float | None, fleet: Fleet) -> FedEpcState:
-        """4.6, point 4: all clusters anew; each inherits models, and the bandit of the cluster it overlaps most."""
+        """4.6, point 4: remake all clusters; each inherits models, and the bandit of the one it overlaps most."""
         ids = list(state.described)
         positions = self._clusters(list(state.described.values()), unit, fleet)
         found = [tuple(ids[i] for i in members) for members in positions]
@@ -349,7 +347,7 @@ class FedEpc(Method[FedEpcState]):
         return find_clusters(options.clustering, features, rng=rng, n_clusters=options.n_clusters).clusters
 
     def _joined(self, state: FedEpcState, stranger: str, unit: float | None, fleet: Fleet) -> tuple[Cluster, ...]:
-        """4.6, point 1: the stranger joins a cluster, which is open again, or founds one."""
+        """4.6, point 1: the stranger joins a cluster, which reopens, or founds one."""
         spot = self._place(state, stranger, unit, fleet)
         if spot.cluster is None:
             model = state.shared if spot.nearest is None else state.clusters[spot.nearest].model
@@ -361,7 +359,7 @@ class FedEpc(Method[FedEpcState]):
         return tuple(joined if cluster is host else cluster for cluster in state.clusters)
 
     def _place(self, state: FedEpcState, stranger: str, unit: float | None, fleet: Fleet) -> Place:
-        """By the NOISE rule, whatever made the clusters; labels: where the same label is; mctc: the nearest mean."""
+        """By the NOISE rule, however the clusters were made; labels: by equal label; mctc: by the nearest mean."""
         mine = state.described[stranger]
         if self._by_label:
             same = [k for k, c in enumerate(state.clusters) if state.described[c.members[0]].label == mine.label]
@@ -397,7 +395,7 @@ class FedEpc(Method[FedEpcState]):
                 visited=r if selection.ids else clusters[k].visited,
             )
             if mean is not None and len(own) >= min(self.settings.min_reports, len(selection.ids)):
-                model = stepped(ServerModel(model=cluster.model), mean, state.layout, fleet, gamma=0.0).model
+                model = moved(cluster.model, mean, state.layout, fleet)
                 losses = (*cluster.losses, *round_loss(own))[-2 * WINDOW :]
                 converged = self.options.stop and has_converged(losses)
                 cluster = msgspec.structs.replace(cluster, model=model, losses=losses, converged=converged)
@@ -405,7 +403,7 @@ class FedEpc(Method[FedEpcState]):
         return round_done(state, len(orders), updates, clusters=tuple(clusters))
 
     def _select(self, state: FedEpcState, present: Mapping[str, Device], r: int) -> Choices:
-        """Section 5 in each open cluster, by its number; every cluster has random numbers of its own."""
+        """Section 5 in each open cluster, by number; every cluster has its own random numbers."""
         arms = {
             k: [arm(present[i], self._sgd, cluster.model) for i in cluster.members if i in present]
             for k, cluster in enumerate(state.clusters)
@@ -424,7 +422,7 @@ class FedEpc(Method[FedEpcState]):
     # --------------------------------------------------------------------------------------------------- what it serves
 
     def serves(self, state: FedEpcState, device_id: str) -> BlobRef:
-        """The model of the device's cluster; that of the warm-up before there are clusters, or to a stranger."""
+        """The model of the device's cluster; the warm-up's for a stranger, or before there are clusters."""
         return next((c.model for c in state.clusters if device_id in c.members), state.shared)
 
     def summary(self, state: FedEpcState) -> dict[str, Any]:
@@ -439,10 +437,10 @@ class FedEpc(Method[FedEpcState]):
 def server_samples_of(
     options: Options, task: TaskSpec | None, server_data: Samples | None
 ) -> tuple[TaskSpec, Samples] | None:
-    """The samples that the extractor is trained on; None: it is the model of the warm-up.
+    """The samples that train the extractor; None: it is the warm-up's model.
 
     Raises:
-        ConfigError: there are none, or they do not do.
+        ConfigError: there are none, or they do not fit the task.
     """
     if options.extractor == "shared":
         return None
@@ -456,20 +454,20 @@ def server_samples_of(
 
 
 def deadline_s(options: Options, *, everybody: bool) -> float | None:
-    """T_max of the bandit, None for the quantile; without limit where everybody is to train, unless one is given."""
+    """T_max of the bandit, None for the quantile; by default no limit where everybody trains."""
     if isinstance(options.deadline, float):
         return options.deadline
     return math.inf if everybody or options.deadline == "none" else None
 
 
 def is_due(state: FedEpcState, device: Device) -> bool:
-    """Whether a device is to describe its data: it has some, and never did, or has got more or fewer since."""
+    """Whether a device must describe its data: it has some, and never did, or their number has changed since."""
     before = state.described.get(device.id)
     return device.n_samples > 0 and (before is None or before.n_samples != device.n_samples)
 
 
 def descriptions(answers: Mapping[str, Answer], n_samples: Mapping[str, int]) -> dict[str, Description]:
-    """What devices have said."""
+    """Profiles and label features from the answers."""
     labels = {
         i: Description(n_samples=n_samples[i], label=said.feature)
         for i, said in results(answers, LabelsDescribed).items()
@@ -483,7 +481,7 @@ def descriptions(answers: Mapping[str, Answer], n_samples: Mapping[str, int]) ->
 
 
 def directions_of(described: Iterable[Description]) -> list[BlobRef]:
-    """Where the devices' updates point."""
+    """The directions among the descriptions."""
     return [d.direction for d in described if d.direction is not None]
 
 
@@ -505,7 +503,7 @@ def inherited(members: Sequence[str], state: FedEpcState, fleet: Fleet) -> BlobR
 
 
 def round_loss(updates: Sequence[Trained]) -> tuple[RoundLoss, ...]:
-    """n_i-weighted mean of loss_before of those that trained and tell it; nothing where nobody does."""
+    """n_i-weighted mean of loss_before over the devices that report it; empty if none does."""
     told = [u for u in updates if u.loss_before is not None]
     loss = mean_loss(told)
     return () if loss is None else (RoundLoss(loss=loss, n_samples=sum(u.n_samples for u in told)),)

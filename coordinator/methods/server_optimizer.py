@@ -1,4 +1,4 @@
-"""The server's optimizer: a global model, or the expert of a cluster, moves by what devices learned, with momentum.
+"""The server's optimizer: a global model or an expert moves by the devices' mean change, with momentum.
 
 Source: docs/methods/fedge.md, sections 4 and 5; without momentum it is FedAvg.
 """
@@ -21,10 +21,15 @@ log = logging.getLogger("fedge.method")
 
 
 class ServerModel(Struct, frozen=True, kw_only=True):
-    """w and v, by reference. No velocity is zero velocity."""
+    """w and v, by reference. None is zero velocity."""
 
     model: BlobRef
     velocity: BlobRef | None = None
+
+
+def moved(model: BlobRef, mean: Average | None, layout: Layout, fleet: Fleet) -> BlobRef:
+    """FedAvg's step: w <- w + mean change. Arguments as in `stepped`."""
+    return stepped(ServerModel(model=model), mean, layout, fleet, gamma=0.0).model
 
 
 def stepped(server: ServerModel, mean: Average | None, layout: Layout, fleet: Fleet, *, gamma: float) -> ServerModel:
@@ -32,7 +37,7 @@ def stepped(server: ServerModel, mean: Average | None, layout: Layout, fleet: Fl
 
     Args:
         server: w, v.
-        mean: of the devices' changes; None: there is none, and the model stays.
+        mean: of the devices' changes; None: the model stays.
         layout: of the model.
         fleet: where models are kept.
         gamma: momentum, in [0, 1); with 0 no velocity is kept.

@@ -1,7 +1,7 @@
 """Who trains in a round: uniform, stratified (per cluster), the fastest, or `ccmab`, a bandit under a deadline.
 
 A method without clusters calls `uniform` or `fastest` itself. A method with clusters calls `choose`, which offers all
-four under one signature: deadline and care for overdue devices (FedEPC sections 5.2 and 5.5) always follow the bandit's
+four under one signature: deadline and overdue devices (FedEPC sections 5.2 and 5.5) always follow the bandit's
 settings, so that selections differ only in the choice.
 """
 

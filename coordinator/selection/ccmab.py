@@ -2,10 +2,10 @@
 
 Source: Tang et al., "FedEPC", CMC 85(2), 2025, equations (9)-(12); specification docs/methods/fedepc.md. Departures:
 the deadline holds for each device separately (5.2), the kernel of two sets is the sum of the kernels of their devices
-(5.3), and no device starves (5.5). kappa is measured as soon as any device has been (5.2): a guess that is off by
-orders of magnitude would make all devices that never took part feasible, or none. A device that failed is assumed to
-need twice the deadline until it answers again: its earlier times no longer mean anything, and a fast device that stops
-answering would otherwise always be feasible. Rule 5.5 still asks it now and then.
+(5.3), and no device starves (5.5). kappa is measured once any device has answered (5.2): a guess that is off by orders
+of magnitude would make all new devices feasible, or none. A failed device counts as needing twice the deadline until it
+answers again; otherwise a fast device that stops answering would always be feasible. Rule 5.5 still asks it now and
+then.
 
 State is a frozen value: `select(state, ...) -> (Selection, state)`, then `observe(state, ...) -> state`. Nothing is
 random here. Devices are ordered by ascending id; values closer than 1e-12 tie, and the lowest id wins.
@@ -161,9 +161,9 @@ def transfer_time(arm: Arm) -> float:
 def predicted_seconds(arm: Arm, cpu_ghz: float, past: Sequence[Participation], cycles_per_sample: float) -> float:
     """t_i = E n_i kappa / f_i + 2 B / r_i, seconds; replaced by the mean of the device's own last tau times.
 
-    They replace the whole of it: a time is measured from an order to its answer, so the model's way is in it.
+    A measured time runs from an order to its answer, so it includes the transfer.
 
-    `cpu_ghz`: f_i with missing values filled; 0, when no device of the cluster tells, makes the first term 0.
+    `cpu_ghz`: f_i with missing values filled; 0 if no device of the cluster reports it, which drops the first term.
 
     Example:
         >>> arm = Arm(id="a", n_samples=100, work=5 * 100, link_mbit_s=10.0, model_bytes=150_000)

@@ -1,6 +1,6 @@
-"""The fastest devices: rounds are short, and slow devices never train.
+"""The fastest devices: a baseline for other selections (docs/methods/fedepc.md, section 8.3), not a recommendation.
 
-A rival to measure other selections against (docs/methods/fedepc.md, section 8.3), not a recommendation.
+Rounds are short, and slow devices never train.
 """
 
 from __future__ import annotations

@@ -48,13 +48,6 @@ def test_long_vectors_are_moved_everywhere():
     assert server_step(w, v, change, gamma=0.5).diverged
 
 
-def test_a_round_without_answers_changes_nothing():
-    w, v = np.float32([1, 2]), np.float32([3, 4])
-    after = server_step(w, v, None, gamma=0.5)
-    assert (after.w.tobytes(), after.v.tobytes(), after.diverged) == (w.tobytes(), v.tobytes(), False)
-    np.testing.assert_array_equal(server_step(w, None, None, gamma=0.5).v, [0, 0])
-
-
 def test_divergence_keeps_the_model_and_drops_the_velocity():
     w, v = np.float32([1, 3e38]), np.float32([1, 3e38])
     for change in (np.array([0, 3e38]), np.array([np.nan, 0]), np.array([np.inf, 0])):
