@@ -49,11 +49,10 @@ Option = int | float | str | bool
 
 
 class MethodSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What every method needs to know.
+    """Settings of every method.
 
-    `last`: number of the last round of training, if a run continues after its end; None: `rounds`, which methods plan
-    by in either case. `participation`: share of the devices asked in a round. `train_on`: what trains the server's own
-    networks.
+    `rounds`: what methods plan by. `last`: the last round of training, if a run continues after its end; None:
+    `rounds`. `participation`: share of the devices asked in a round. `train_on`: of the server's own networks.
     """
 
     rounds: Annotated[int, Meta(ge=0)] = 30
@@ -66,7 +65,7 @@ class MethodSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     down: Down = "int8"
     train_on: Processor = Processor.CPU
     protection: Protection = Protection()
-    fine_tune: bool = False  # "+ft": every device goes on training the model that it is given, before it installs it
+    fine_tune: bool = False  # "+ft": every device trains the model that it is given further, before installing it
     options: dict[str, Option] = {}  # the method's own, by the names of its `Options`
 
 
@@ -116,9 +115,9 @@ class RoundSummary(Struct, frozen=True, kw_only=True):
 
 
 class State(Struct, frozen=True, kw_only=True):
-    """What every method's state has: the rounds done, the layout, how often each device trained, the history.
+    """The state of every method: the rounds done, the layout, how often each device trained, the history.
 
-    `sums`: the devices of each masked sum so far. `descents`: how devices come to the models (`put_after`).
+    `sums`: the devices of each masked sum so far. `descents`: how devices derive the models (`put_after`).
     """
 
     round: int
@@ -141,14 +140,14 @@ R = TypeVar("R")
 
 
 class NoOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """There are none."""
+    """No options."""
 
 
 Samples = tuple[NDArray[np.float32], NDArray[np.int64]]
 
 
 class Server(NamedTuple):
-    """What the server has besides devices: the task, and labelled samples x (n, *input_shape), y (n,), or None."""
+    """The server's own data: the task, and labelled samples x (n, *input_shape), y (n,), or None."""
 
     task: TaskSpec | None = None
     samples: Samples | None = None
@@ -160,36 +159,36 @@ NO_DATA: Final = Server()
 class Method(Generic[S]):
     """One way to learn: the server half, over the steps that it composes.
 
-    A method of your own says its `name`, its `Options` if it has any, and `round`. By default it has one model, and R
-    rounds of training are followed by one in which every device installs what it is served. With more models it has a
-    `State`, `init` and `serves` of its own. A variant of a method is a subclass that overrides what differs.
+    A method defines its `name`, its `Options`, if any, and `round`. By default it has one model, and after R rounds of
+    training every device installs the model it is served. A method with more models defines `State`, `init` and
+    `serves`, too. A variant of a method is a subclass that overrides what differs.
     """
 
     name: ClassVar[str]
     Options: ClassVar[type[Struct]] = NoOptions
     State: ClassVar[type[Any]] = ModelState
     SELECTIONS: ClassVar[tuple[Selection, ...]] = ()
-    """Who may choose the cohorts (`coordinator.selection`), the default first; empty: nobody does."""
+    """Possible selections of cohorts (`coordinator.selection`), the default first; empty: there is no choice."""
     REFUSED: ClassVar[Mapping[str, str]] = {}
-    """Of an option, by NAME, or of a word, by NAME=VALUE: why there is none, or what replaces it."""
+    """Why there is no such option (by NAME) or word (by NAME=VALUE), or what replaces it."""
     UNPROTECTED: ClassVar[Mapping[Guard, str]] = {}
     """Guards that do not fit the method (`coordinator.protection`), and why."""
     SUMS: ClassVar[Weights | None] = None
-    """What devices count for, where the server needs of `train` the mean of each cluster alone, and devices are in one
-    cluster each: then training can be masked (`coordinator.fleet.masked`)."""
+    """The devices' weights, if the server needs only the mean of each cluster and each device is in one: then training
+    can be masked (`coordinator.fleet.masked`)."""
     NO_RELAYS: ClassVar[Mapping[str, str]] = {}
-    """Of an option, by NAME=VALUE or NAME (if not 0), or of the method, by "": why devices cannot be behind relays
-    (`coordinator.fleet.relayed`); where nothing is said, they can."""
+    """Why devices cannot be behind relays (`coordinator.fleet.relayed`), by option: NAME=VALUE, NAME (if not 0), or ""
+    for the method itself; empty: they can."""
     NO_FINE_TUNING: ClassVar[str] = ""
-    """Why "+ft" makes no sense; empty: it does."""
+    """Why "+ft" is refused; empty: it is not."""
     steps: ClassVar[tuple[type[Action], ...]] = ()
-    """Steps that it brings along, which no entry point names."""
+    """Its own steps, which no entry point names."""
     SERVER_DATA: ClassVar[frozenset[str]] = frozenset()
-    """Options, as NAME=VALUE, with which it learns from labelled samples of the server's own; "": it always does."""
+    """Options, as NAME=VALUE, with which it learns from the server's labelled samples; "": it always does."""
     REVEALS: ClassVar[frozenset[Reveals]] = frozenset()
-    """What a device's owner has to let out for it, apart from what the default rules do."""
+    """What a device's owner must let out for it, beyond the default rules."""
     SERVES_LATE_JOINERS: ClassVar[bool] = False
-    """Whether `serve_late_joiners` has something for devices that come after the end."""
+    """Whether `serve_late_joiners` equips devices that come after the end."""
 
     def __init__(self, settings: MethodSettings, server: Server = NO_DATA) -> None:
         self.settings = settings
@@ -224,7 +223,7 @@ class Method(Generic[S]):
         raise NotImplementedError
 
     def serves(self, state: S, device_id: str) -> BlobRef:  # noqa: ARG002 - all the same
-        """The shared model that the device would be given now (what it kept for itself comes on top of it)."""
+        """The shared model that the device would get now, without what it keeps itself."""
         model: BlobRef = state.model  # type: ignore[attr-defined] # as in a `ModelState`
         return model
 
@@ -237,7 +236,7 @@ class Method(Generic[S]):
         return await install(self, state, fleet)
 
     def recluster(self, _state: S) -> S | None:
-        """The state from which the next round remakes all clusters; None: there are none, or not now."""
+        """The state from which the next round remakes all clusters; None: it cannot, or not now."""
         return None
 
     async def serve_late_joiners(self, state: S, fleet: Fleet) -> S:
@@ -245,7 +244,7 @@ class Method(Generic[S]):
         raise NotImplementedError
 
     def begin(self, layout: Layout, model: BlobRef) -> S:
-        """As `init`, but a network that a guard cannot protect is refused.
+        """As `init`, but refuses a network that a guard cannot protect.
 
         Raises:
             ConfigError: the network does not suit the method or a guard.
@@ -255,14 +254,14 @@ class Method(Generic[S]):
         return self.init(layout, model)
 
     async def advance(self, state: S, fleet: Fleet) -> S:
-        """Do the next round, and note how devices get the models of the state after it."""
+        """Do the next round, and record how devices derive the models of the new state."""
         fleet.descents = dict(state.descents) if self.settings.down == "int8" else None
         state = await self._advance(state, fleet)
         models = blobs_of(msgspec.structs.replace(state, descents={}))
         return msgspec.structs.replace(state, descents=leading_to(models, fleet.descents or {}))
 
     async def _advance(self, state: S, fleet: Fleet) -> S:
-        """The next round; under differential privacy devices tell nothing without noise."""
+        """The next round; under differential privacy every answer has noise."""
         if (privacy := self.settings.protection.privacy(self.settings.rounds)) is not None:
             fleet = AccountedFleet(fleet, privacy)
         if state.round == self.last:
@@ -282,7 +281,7 @@ class Method(Generic[S]):
         return msgspec.structs.replace(state, sums=tuple(dict.fromkeys(masked.sums)))
 
     def done(self, state: S) -> bool:
-        """Whether all is done: R rounds of training and the last one."""
+        """Whether the rounds of training and the final one are done."""
         return state.round > self.last
 
     @property
@@ -291,7 +290,7 @@ class Method(Generic[S]):
         return self.settings.rounds if self.settings.last is None else self.settings.last
 
     def summary(self, state: S) -> dict[str, Any]:
-        """What a person or a plot wants to know, as JSON values."""
+        """The figures for people and plots, as JSON values."""
         return {
             "method": self.name + (FINE_TUNED if self.settings.fine_tune else ""),
             "round": min(state.round, self.last),
@@ -309,7 +308,7 @@ UNACCOUNTED: Final[Mapping[str, str]] = {
     "ccmab": without_noise((Train, "loss_before"), (Train, "gradient_norm")),
     "fastest": "it needs how long a training took (seconds of its report), which samples shape; take uniform",
 }
-"""Selections that learn from what differential privacy does not let out, and what that is."""
+"""Selections that need what differential privacy does not let out, and what that is."""
 FINE_TUNED: Final = "+ft"
 GROUP: Final = "fedge.methods"
 """Entry points of installed packages, ours among them, that name a `Method` each."""
@@ -317,15 +316,15 @@ GROUP: Final = "fedge.methods"
 
 @cache
 def installed_methods() -> Mapping[str, EntryPoint]:
-    """The methods of all installed packages, by name; each is imported when it is asked for."""
+    """The methods of all installed packages, by name; not imported yet."""
     return {point.name: point for point in sorted(entry_points(group=GROUP))}
 
 
 def method_class(name: str) -> type[Method[Any]]:
-    """The method of that name, or of that path: `package.module:Class`; "+ft" at the end does not matter.
+    """The method of that name or path (`package.module:Class`); a trailing "+ft" is ignored.
 
     Raises:
-        ConfigError: there is none; the text lists those that are installed.
+        ConfigError: there is none; the text lists the installed ones.
     """
     base = name.removesuffix(FINE_TUNED)
     known = installed_methods()
@@ -335,7 +334,7 @@ def method_class(name: str) -> type[Method[Any]]:
     if not (isinstance(kind, type) and issubclass(kind, Method)):
         raise ConfigError(f"{base} is no method: it must be a subclass of coordinator.methods.Method")
     if kind.round is Method.round:
-        raise ConfigError(f"{base} lacks round: every method says what it does")
+        raise ConfigError(f"{base} lacks round, which every method needs")
     return kind
 
 
@@ -343,7 +342,7 @@ def make(name: str, settings: MethodSettings, server: Server = NO_DATA) -> Metho
     """The method of that name or path; "fedavg+ft" is "fedavg" with fine-tuning at the end.
 
     Raises:
-        ConfigError: there is none, or it has no such option, or it lacks something of the server.
+        ConfigError: there is none, it has no such option, or the server lacks something it needs.
     """
     kind = method_class(name)
     return kind(msgspec.structs.replace(settings, fine_tune=settings.fine_tune or name.endswith(FINE_TUNED)), server)
@@ -353,8 +352,8 @@ def options_of(kind: type[Method[Any]], given: Mapping[str, Option]) -> tuple[St
     """The method's own options, checked, and its selection, which all methods with cohorts share.
 
     Raises:
-        ConfigError: an unknown name or word (the nearest right one is named), one that is refused (with the reason), or
-            a value out of range.
+        ConfigError: an unknown name or word (the nearest right one is named), a refused one (with the reason), or a
+            value out of range.
     """
     known = {field.name: words_of(field.type) for field in msgspec.structs.fields(kind.Options)}
     if kind.SELECTIONS:
@@ -379,14 +378,14 @@ def options_of(kind: type[Method[Any]], given: Mapping[str, Option]) -> tuple[St
 
 
 def words_of(hint: object) -> list[str]:
-    """The words that an option accepts; none if it takes only text, numbers or truth values."""
+    """The words that an option accepts; none if it takes text, numbers or booleans."""
     if get_origin(hint) is Literal:
         return [value for value in get_args(hint) if isinstance(value, str)]
     return [word for part in get_args(hint) for word in words_of(part)]
 
 
 def nearest(given: str, known: Sequence[str], otherwise: str = "it is one of") -> str:
-    """What to say of an unknown name."""
+    """The hint for an unknown name."""
     near = difflib.get_close_matches(given, known, n=1)
     return f"did you mean {near[0]!r}?" if near else f"{otherwise} {', '.join(known) or 'none'}"
 
@@ -394,11 +393,11 @@ def nearest(given: str, known: Sequence[str], otherwise: str = "it is one of") -
 CHECKPOINTS: Final = (0, 10, 20, 40, 80)
 """Steps of fine-tuning that compete on validation samples (fedge.md section 15.1); 0 is the model as it is."""
 WITHOUT_VALIDATION: Final = 40
-"""Steps of fine-tuning where a device has nothing to choose by (fedge.md section 6)."""
+"""Steps of fine-tuning on a device without validation samples (fedge.md section 6)."""
 
 
 ATTEMPTS: Final = 3
-"""How often a device is asked for the steps that end in its bundle: without them all of its work was for nothing."""
+"""How often a device is asked for the steps that end in its bundle: without it, all of its work is lost."""
 
 
 async def insist(fleet: Fleet, label: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
@@ -424,10 +423,10 @@ async def install(
     kept_by: str | None = None,
     initial: BlobRef | None = None,
 ) -> S:
-    """The last round of a method whose devices run one model: each installs what it is served, or `model`.
+    """The last round of a method whose devices run one model: each installs the one it is served, or `model`.
 
-    `among`: the devices that do; None: all, and if a whole model travels, a finished bundle for those without training.
-    `personal`, `kept_by`, `initial`: as in `Install`.
+    `among`: the devices that do; None: all, and, if a whole model travels, devices that do not train get a finished
+    bundle. `personal`, `kept_by`, `initial`: as in `Install`.
     """
     settings = method.settings
     tuning = FineTune(sgd=settings.sgd, checkpoints=CHECKPOINTS, otherwise=WITHOUT_VALIDATION)
@@ -453,9 +452,9 @@ async def install(
 
 
 async def equip(method: Method[Any], state: S, fleet: Fleet, models: Mapping[str, BlobRef]) -> S:
-    """A finished bundle for each device that does not train and has none: its model, with kappa = 0 (fedge.md 12).
+    """A finished bundle of its model, with kappa = 0 (fedge.md 12), for each device that does not train and has none.
 
-    `models`: by device id; each is made into a bundle once.
+    `models`: by device id; each becomes a bundle once.
     """
     new = {i: model for i, model in models.items() if i not in state.installed}
     release = next_release(fleet)
@@ -468,14 +467,14 @@ async def equip(method: Method[Any], state: S, fleet: Fleet, models: Mapping[str
 
 
 def next_release(fleet: Fleet) -> int:
-    """The release of a bundle that the server makes: higher than any that a device of the fleet has had."""
+    """The number of a bundle made by the server: higher than any that a device of the fleet has had."""
     return 1 + max((device.release for device in (*fleet.devices(), *fleet.inference_only())), default=0)
 
 
 async def _finished(
     method: Method[Any], state: State, fleet: Fleet, model: BlobRef, release: int
 ) -> InstallBundle | None:
-    """The model as a bundle; None if the network cannot be exported, which does not end the federation."""
+    """The model as a bundle; None if the network cannot be exported, which must not end the federation."""
     own = fleet.get(model, state.layout)
     try:
         files = await asyncio.to_thread(
@@ -493,14 +492,14 @@ def results(answers: Mapping[str, Answer], kind: type[R]) -> dict[str, R]:
 
 
 def round_rng(settings: MethodSettings, round_number: int) -> np.random.Generator:
-    """The random numbers of one round, the same each time it is run."""
+    """The random numbers of one round, the same whenever it runs."""
     return np.random.default_rng((settings.seed, round_number))
 
 
 def steps_alone(device: Device, sgd: Sgd) -> int:
-    """Steps of a participation in which a device learns alone from all of its samples, also the sensitive ones.
+    """Steps of a participation in which a device learns alone from all of its samples, including sensitive ones.
 
-    A device tells only how many are not sensitive; if there are none, a pass counts as one batch.
+    A device reports only how many are not sensitive; if there are none, a pass counts as one batch.
     """
     return sgd.steps_for(device.n_samples or sgd.batch_size)
 
@@ -516,17 +515,17 @@ def sizes(updates: Mapping[str, Trained]) -> list[int]:
 
 
 def owner(key: str) -> str:
-    """The device of an update. Keys are device ids, or ID/NUMBER if a device may have sent several."""
+    """The device of an update. Keys are device ids, or ID/NUMBER where a device may send several."""
     return key.partition("/")[0]
 
 
 def declined(answer: Answer) -> bool:
-    """Whether the device politely refused, which is no fault."""
+    """Whether the device declined, which is no fault."""
     return isinstance(answer.result, Declined)
 
 
 def round_done(state: S, n_asked: int, updates: Mapping[str, Trained], **changes: Any) -> S:
-    """The state after a round of training, with what else it changed. `updates`: as `owner` has them."""
+    """The state after a round of training, with further changes. `updates`: keys as in `owner`."""
     r = state.round + 1
     return msgspec.structs.replace(
         state,
@@ -538,7 +537,7 @@ def round_done(state: S, n_asked: int, updates: Mapping[str, Trained], **changes
 
 
 def summarise(round_number: int, asked: int, updates: Mapping[str, Trained]) -> RoundSummary:
-    """The history's line of a round of training."""
+    """The line of a training round in the history."""
     accuracies = [u.val_accuracy for u in updates.values() if u.val_accuracy is not None]
     return RoundSummary(
         round=round_number,
@@ -550,7 +549,7 @@ def summarise(round_number: int, asked: int, updates: Mapping[str, Trained]) -> 
 
 
 def mean_loss(updates: Collection[Trained]) -> float | None:
-    """n_i-weighted mean of loss_before; None without updates, or if one of them does not tell it."""
+    """n_i-weighted mean of loss_before; None without updates, or if one of them lacks it."""
     n = sum(u.n_samples for u in updates)
     losses = [u.n_samples / n * u.loss_before for u in updates if u.loss_before is not None]
     return sum(losses) if losses and len(losses) == len(updates) else None
@@ -577,7 +576,7 @@ def load(data: bytes, kind: type[S]) -> S:
     """The state that `dump` wrote.
 
     Raises:
-        msgspec.DecodeError: these bytes are no state of this kind.
+        msgspec.DecodeError: the bytes are no state of this kind.
     """
     plain, packed = msgspec.msgpack.decode(data, type=tuple[bytes, bytes])
     arrays = from_bytes(packed) if packed else {}

@@ -10,8 +10,8 @@ with a device's samples; by default all take equally many steps. Unresponsive de
 there are clusters times rounds). Cohorts of one or two make a cluster's loss jump, so it may stop early; in 13 pairs of
 runs on digits (two seeds, not all rows) personal accuracy with it was between 4.5 points lower and 6.4 higher: no clear
 winner, with fewer uploads. As printed, the method is warm_up=0 without the rule for overdue devices (5.5);
-selection=uniform with deadline=none shows the gain of its clusters. With clustering=mctc every device trains once more from
-the warm-up's model and is described by the direction of that update; it is in the one cluster that is nearest.
+selection=uniform with deadline=none shows the gain of its clusters. With clustering=mctc every device trains once more
+from the warm-up's model and is described by the direction of that update; it is in the one cluster that is nearest.
 """
 
 from __future__ import annotations

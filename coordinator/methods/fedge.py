@@ -4,9 +4,9 @@ Source: its specification, docs/methods/fedge.md, which is put together from
   profiles, AIDC groups and bandit selection: Tang et al., FedEPC, CMC 85(2), 2025;
   overlapping clusters of updates (MCTC), private model, energy gate: Li et al., SCMoE-PFL, Information Fusion, 2026.
 Departures: in the first `WARM_UP` rounds every device takes part, since there is no labelled proxy set: their global
-model is the extractor of the profiles. In the round of the trial every device takes part, too, and clusters and trial
-rest on those rounds alone: only updates from a common start can be compared (docs/results.md has what that is worth).
-Unresponsive devices rest (`coordinator.methods.unresponsive`): the bandits see those alone that are awake.
+model is the extractor of the profiles. Every device also takes part in the round of the trial. Clusters and trial rest
+on those rounds alone, because only updates from a common start can be compared (docs/results.md has the gain).
+Unresponsive devices rest (`coordinator.methods.unresponsive`); the bandits see only the others.
 """
 
 from __future__ import annotations
@@ -90,13 +90,13 @@ ENOUGH_VALIDATION = 30  # samples in the whole federation below which nothing is
 
 
 class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`mode` shift: for devices whose class shares move (section 15.6); they all install a model, and no mixture.
+    """`mode` shift: for devices whose class shares drift (section 15.6); all install one model, without a mixture.
 
-    `split`, whatever the trial says: never: no experts; always: experts wherever there is more than one cluster.
-    `clustering` makes the experts: of the updates; aidc: the groups; labels: of label features (CFIC section 3).
+    `split` overrides the trial: never: no experts; always: experts whenever there is more than one cluster.
+    `clustering` makes the experts: of the updates; aidc: of the groups; labels: of label features (CFIC section 3).
     `gamma`: server momentum; `rho`: share of the rounds before the trial. `local_pilot`: a tenth of the devices, at
-    least ten, fit a local model and decide whether it comes in; others only if it does (section 14).
-    `buffer`: updates of a step of the server that waits for nobody (section 4.2); 0: rounds wait for their devices.
+    least ten, fit a local model and decide whether the others do (section 14). `buffer`: updates per step of an
+    asynchronous server (section 4.2); 0: rounds wait for their devices.
     """
 
     mode: Literal["mixture", "shift"] = "mixture"
@@ -130,7 +130,7 @@ class Primary(Struct, frozen=True, kw_only=True):
 
 
 class TrialOutcome(Struct, frozen=True, kw_only=True):
-    """What the trial said (section 5). `places`: of the devices `ids` in a plane (`mctc.plane`), to look at."""
+    """The trial's outcome (section 5). `places`: of the devices `ids` in a plane (`mctc.plane`), for plots."""
 
     ids: tuple[str, ...]
     clusters: tuple[tuple[str, ...], ...]
@@ -143,7 +143,7 @@ class TrialOutcome(Struct, frozen=True, kw_only=True):
 
 
 class Pool(Struct, frozen=True, kw_only=True):
-    """What was pooled over the devices at the end (sections 7 to 9)."""
+    """Settings pooled over the devices at the end (sections 7 to 9)."""
 
     calibration: dict[Role, Calibration]
     weights: dict[Role, float]
@@ -172,7 +172,7 @@ class FedgeState(AskingState, frozen=True, kw_only=True):
 
 
 class Fedge(Method[FedgeState]):
-    """The default method; `round` follows the table of the specification's section 1."""
+    """The default method; `round` follows the table in section 1."""
 
     name = "fedge"
     Options: ClassVar[type[Struct]] = Options
@@ -243,7 +243,7 @@ class Fedge(Method[FedgeState]):
         return round_done(state, len(cohort), updates, primary=state.primary | looked_up(state, updates, r))
 
     def recluster(self, state: FedgeState) -> FedgeState | None:
-        """Profiles and groups anew, by the model as it is now; not after the split: experts belong to clusters."""
+        """Remake profiles and groups with the present model; not after the split, since experts belong to clusters."""
         if state.experts:
             return None
         return msgspec.structs.replace(state, extractor=None, profiles={}, groups=(), bandits=(), n_moved=0)
@@ -274,7 +274,7 @@ class Fedge(Method[FedgeState]):
         return round_done(state, buffer.asked, updates, primary=state.primary | looked_up(state, updates, r))
 
     def _together(self, r: int) -> bool:
-        """Whether a round of an asynchronous run asks everybody and waits, as clusters and trial need."""
+        """Whether a round of an asynchronous run asks all devices and waits, as clusters and trial need."""
         return self._trial - CLUSTERING < r <= self._trial
 
     @property
@@ -312,9 +312,9 @@ class Fedge(Method[FedgeState]):
         return sorted(sorted(present, key=lots.__getitem__)[:PANEL])
 
     def _cohort(self, state: FedgeState, choices: Choices, present: Mapping[str, Device], r: int) -> list[str]:
-        """The devices that `choose` chose; else a draw within each group; everybody before there are groups.
+        """The chosen devices; without a choice, a draw within each group; all before there are groups.
 
-        Devices whose owners withhold profiles are in no group: they form one of their own that is always drawn from.
+        Devices whose owners withhold profiles are in no group: they form their own, which is always drawn from.
         """
         grouped = {i for group in state.groups for i in group}
         others = [i for i, d in present.items() if i not in grouped and d.n_samples and Reveals.PROFILE in d.withholds]
@@ -332,7 +332,7 @@ class Fedge(Method[FedgeState]):
         return Train(starts=starts(state, device_id, r), sgd=settings.sgd, codec=settings.codec, measure=measure)
 
     async def _split(self, state: FedgeState, fleet: Fleet, r: int) -> FedgeState:
-        """Section 5: clusters of the mean unit updates; experts only if the trial, or the option `split`, says so."""
+        """Section 5: clusters of the mean unit updates; experts if the trial or the option `split` decides so."""
         if state.directions is None:
             return state
         directions = dict(sorted(fleet.get_tensors(state.directions).items()))
@@ -365,17 +365,17 @@ class Fedge(Method[FedgeState]):
         return msgspec.structs.replace(state, directions=None, last={}, trial=trial, experts=experts)
 
     def gamma(self, discounts: Collection[float]) -> float:
-        """Section 4.2: the momentum of a step whose updates are discounted; else that of the option."""
+        """The option's momentum, reduced with discounted updates (section 4.2)."""
         return float(self.options.gamma) * (sum(discounts) / len(discounts) if discounts else 1.0)
 
     def splits(self, statistic: float | None, separability: float, n_devices: int) -> bool:
-        """Section 5, step 5, or what the option `split` says."""
+        """Section 5, step 5, unless the option `split` decides."""
         if self.options.split == "trial":
             return wants_split(statistic, separability, n_devices)
         return bool(self.options.split == "always")
 
     async def serve_late_joiners(self, state: FedgeState, fleet: Fleet) -> FedgeState:
-        """A mixture for each device that joins after the last round; the global model if it does not train."""
+        """A mixture for each late joiner; the global model if it does not train."""
         if state.pool is not None:
             state = await self._joined(state, fleet, state.pool, state.round + 1)
         return await equip(self, state, fleet, for_inference(state, fleet))
@@ -385,8 +385,7 @@ class Fedge(Method[FedgeState]):
     async def _personalised(self, state: FedgeState, fleet: Fleet, r: int) -> FedgeState:
         """Sections 6 to 11: devices fit candidates, weights, energy and gate; sums of losses and weights are pooled.
 
-        Devices that took part but are unresponsive now are asked once more: without a mixture all of their work was
-        for nothing.
+        Unresponsive devices that took part are asked once more: without a mixture, all of their work is lost.
         """
         asked = awake(state, fleet, r).keys() | state.participations.keys()
         devices = {device.id: device for device in fleet.devices() if device.id in asked}
@@ -404,8 +403,8 @@ class Fedge(Method[FedgeState]):
         mixed = self.mixed(roles)
         weighing = pooling and len(mixed) > 1
 
-        # Section 8: u without and with the local model, twice moved to the mean of the devices' weights.
-        # Only who has a local model has a say where it is about the variant with it.
+        # Section 8: u without and with the local model, moved twice to the mean of the devices' weights. Only devices
+        # that have a local model vote on the variant with it.
         variants: list[list[Role]] = [[role for role in mixed if role is not Role.LOCAL], mixed]
         pooled = tuple({role: 1 / len(present) for role in present} for present in variants)
         for turn in self.WEIGHT_TURNS if weighing else ():
@@ -417,7 +416,7 @@ class Fedge(Method[FedgeState]):
                 for v, voters in enumerate((list(weighed.values()), [w for i, w in weighed.items() if i in pilots]))
             )
 
-        # Sections 8 and 9: is the local model worth having; how much does the energy count.
+        # Sections 8 and 9: whether the local model pays, and how much the energy counts.
         measured: dict[str, EnergyFitted] = {}
         if weighing:
             energy = FitEnergy(calibration=calibration, pooled=pooled, shrinkage=self.SHRINKAGE)
@@ -436,10 +435,10 @@ class Fedge(Method[FedgeState]):
         return msgspec.structs.replace(state, pool=pool, installed=results(answers, Installed))
 
     async def _joined(self, state: FedgeState, fleet: Fleet, pool: Pool, r: int) -> FedgeState:
-        """Section 12: a device that joins after the end fits its candidates with what was pooled, without any round.
+        """Section 12: a late joiner fits its candidates with the pooled settings, without any round.
 
-        So does a device whose data drifted, after it was profiled and placed anew; its new bundle has a higher release,
-        and so replaces the old one.
+        So does a device whose data drifted, after it was profiled and placed again; its new bundle has a higher
+        release, and so replaces the old one.
         """
         state = await seen_anew(state, fleet, r)
         new = [device for device in fleet.devices() if device.id not in state.installed or device.drift]
@@ -452,7 +451,7 @@ class Fedge(Method[FedgeState]):
         return msgspec.structs.replace(state, installed=dict(sorted(installed.items())))
 
     def _pilots(self, ids: Sequence[str], r: int) -> Sequence[str]:
-        """The devices that fit a local model first: with `local_pilot` a random tenth, at least ten (section 14)."""
+        """The devices that fit a local model first; with `local_pilot` a random tenth, at least ten (section 14)."""
         if not self.LOCAL:
             return ()
         if not self.options.local_pilot:
@@ -460,9 +459,9 @@ class Fedge(Method[FedgeState]):
         return uniform(ids, max(PILOTS, cohort_size(len(ids), PILOT_SHARE)), round_rng(self.settings, r))
 
     def fit(self, state: FedgeState, device: Device, *, local: bool) -> FitCandidates:
-        """What a device fits its candidates from; one that never trained fits as long as is typical.
+        """The order to fit candidates; a device that never trained fits for the median number of rounds.
 
-        `local`: whether it fits a local model, too.
+        `local`: whether it also fits a local model.
         """
         typical = round(float(np.median(list(state.participations.values())))) if state.participations else 0
         rounds = state.participations.get(device.id, typical)
@@ -475,7 +474,7 @@ class Fedge(Method[FedgeState]):
         )
 
     def calibrate(self, role: Role, fitted: Iterable[CandidatesFitted], *, pooling: bool) -> Calibration:
-        """Section 7: the (T, kappa) with the smallest pooled loss; that of section 12 if there are too few samples."""
+        """Section 7: the (T, kappa) with the smallest pooled loss; section 12's if there are too few samples."""
         if not pooling:
             return Calibration(temperature=1.0, kappa=1.0 if role.is_shared else 0.0)
         points = grid(role)
@@ -488,11 +487,11 @@ class Fedge(Method[FedgeState]):
         return True
 
     def mixed(self, roles: list[Role]) -> list[Role]:
-        """The candidates that the mixture is made of, at least one."""
+        """The candidates of the mixture, at least one."""
         return roles
 
     def takes_local(self, mixed: Collection[Role], piloted: Sequence[EnergyFitted]) -> bool:  # noqa: ARG002
-        """Section 8: whether the local model comes in."""
+        """Section 8: whether the mixture has the local model."""
         return bool(piloted) and bool(pooled_choice([m.pooled_losses for m in piloted]))
 
     def beta(self, losses: Sequence[Sequence[float]]) -> float:
@@ -500,9 +499,9 @@ class Fedge(Method[FedgeState]):
         return BETAS[pooled_choice(losses)] if losses else 0.0
 
     def mixture(self, pool: Pool, fitted: CandidatesFitted) -> FitGate:
-        """The last step on a device, with what was pooled; without any of the candidates it takes the global model.
+        """The last step on a device, with the pooled settings; without any of the candidates, the global model.
 
-        A device that may not tell losses has at least the global and the private model.
+        A device that may not report losses has at least the global and the private model.
         """
         has = fitted.losses.keys() or {Role.PRIVATE, Role.GLOBAL}
         weights = pool.weights if pool.weights.keys() & has else {Role.GLOBAL: 1.0}
@@ -543,7 +542,7 @@ class Fedge(Method[FedgeState]):
 
 
 async def profile(state: FedgeState, fleet: Fleet, r: int) -> FedgeState:
-    """Profiles (SPRE) of devices that have none, or have got more or fewer samples since; then AIDC groups."""
+    """Profile (SPRE) devices that have no profile, or more or fewer samples since; then make AIDC groups."""
     extractor = state.extractor or state.shared.model
     due = {i: device for i, device in awake(state, fleet, r).items() if is_due(state.profiles.get(i), device)}
     state, answers = await ask(state, fleet, r, "profile", dict.fromkeys(due, Profile(extractor=extractor)))
@@ -553,12 +552,12 @@ async def profile(state: FedgeState, fleet: Fleet, r: int) -> FedgeState:
 
 
 def is_due(profiled: Profiled | None, device: Device) -> bool:
-    """Whether to profile a device: it has samples, and their number or their distribution changed since its profile."""
+    """Whether to profile a device: it has samples, and has no profile, or their number or distribution has changed."""
     return device.n_samples > 0 and (profiled is None or profiled.n_samples != device.n_samples or device.drift)
 
 
 def group(state: FedgeState, new: dict[str, Profiled]) -> FedgeState:
-    """FedEPC sections 4.4 and 4.6: who is new, or whose data changed, is placed; after many such all groups anew."""
+    """FedEPC sections 4.4 and 4.6: place new and changed devices; after many of them, remake all groups."""
     profiled = of_one_length(state.profiles, new)
     state = without(state, state.profiles.keys() - profiled.keys())
     before, state = state.profiles, msgspec.structs.replace(state, profiles=profiled)
@@ -578,7 +577,7 @@ def group(state: FedgeState, new: dict[str, Profiled]) -> FedgeState:
 
 
 def without(state: FedgeState, strangers: Collection[str]) -> FedgeState:
-    """The state without these devices in any group; an empty group is deleted with its bandit."""
+    """The state without these devices in its groups; an empty group is deleted with its bandit."""
     left = [tuple(i for i in members if i not in strangers) for members in state.groups]
     return msgspec.structs.replace(
         state,
@@ -619,8 +618,8 @@ async def train_shared(
 ) -> FedgeState:
     """Section 4: w moves by the weighted mean of the updates with momentum.
 
-    Before the trial, the directions and last changes of the `panel` are kept, but only of rounds in which all of it was
-    asked. In other rounds a device's direction depends as much on the round and its cohort as on the device.
+    Before the trial, the directions and last changes of the `panel` are kept, but only from rounds that asked all of
+    it. In other rounds a device's direction depends as much on the round and its cohort as on the device.
     """
     seen = set() if state.trial else set(panel)
     directions = fleet.get_tensors(state.directions) if state.directions else {}
@@ -644,7 +643,7 @@ Members = tuple[tuple[str, ...], ...]
 
 
 async def by_group(state: FedgeState, fleet: Fleet, ids: Collection[str], r: int) -> tuple[FedgeState, Members]:
-    """The AIDC groups as clusters of the devices `ids`; devices are profiled first if there are no groups yet."""
+    """The AIDC groups as clusters of the devices `ids`; without groups, devices are profiled first."""
     state = state if state.groups else await profile(state, fleet, r)
     clusters = (tuple(i for i in group if i in ids) for group in state.groups)
     return state, tuple(cluster for cluster in clusters if cluster)
@@ -699,7 +698,7 @@ async def train_experts(
 
 
 def starts(state: FedgeState, device_id: str, r: int) -> tuple[Start, ...]:
-    """What a device may start from: w; after the split its primary expert, or all its experts if look-up is due."""
+    """A device's possible starts: w; after the split its primary expert, or all its experts if look-up is due."""
     if not state.experts:
         return (Start(model=state.shared.model),)
     primary = state.primary.get(device_id)
@@ -731,7 +730,7 @@ def looked_up(state: FedgeState, updates: Mapping[str, Trained], r: int) -> dict
 
 
 async def seen_anew(state: FedgeState, fleet: Fleet, r: int) -> FedgeState:
-    """Profile the devices that drift. They are placed in a group anew, and may choose among all experts again."""
+    """Profile drifting devices: they are placed in a group again, and may choose among all experts."""
     drifting = {device.id: device for device in fleet.devices() if device.drift and device.id in state.installed}
     extractor = state.extractor or state.shared.model
     state, answers = await ask(state, fleet, r, "profile", dict.fromkeys(drifting, Profile(extractor=extractor)))
@@ -746,5 +745,5 @@ async def seen_anew(state: FedgeState, fleet: Fleet, r: int) -> FedgeState:
 
 
 def for_inference(state: FedgeState, fleet: Fleet) -> dict[str, BlobRef]:
-    """Section 12: the global model for each device that does not train, and so has no labels to choose by."""
+    """Section 12: the global model for each device that does not train, since it has no labels to choose by."""
     return dict.fromkeys((device.id for device in fleet.inference_only()), state.shared.model)

@@ -1,8 +1,7 @@
-"""What devices say of themselves, and clusters of it; devices as arms of their group's bandit (FedEPC section 5).
+"""Descriptions of devices, clusters of them, and devices as arms of their group's bandit (FedEPC section 5).
 
-Where a clustering is exchanged for another one, what it clusters is exchanged with it: devices tell a profile, their
-label feature, or by one update of a common model the direction in which they would go (scmoe_pfl.md section 4: updates
-from different models cannot be compared).
+Each clustering has its own description: a profile, the label feature, or the direction of one update of a common model
+(scmoe_pfl.md section 4: updates of different models cannot be compared).
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ log = logging.getLogger("fedge.method")
 
 ONE_GROUP: Final = "event=one_group the extractor tells no devices apart, so all form one group"
 BELIEVED: Final = 10.0
-"""Times the median: with 2 one of the runs with turned cameras chose other cohorts and missed its groups."""
+"""Times the median: with 2, one of the runs with turned cameras chose other cohorts and missed its groups."""
 
 
 class _HasProfile(Protocol):
@@ -52,9 +51,9 @@ P = TypeVar("P", bound=_HasProfile)
 
 
 def of_one_length(known: Mapping[str, P], new: Mapping[str, P]) -> dict[str, P]:
-    """Profiles that can be compared, by ascending id: those of the most common length, on a tie that of known ones.
+    """Comparable profiles, by ascending id: those of the most common length, on a tie that of known ones.
 
-    Empty profiles (of devices that are described otherwise) stay.
+    Empty profiles (of devices with another description) stay.
     """
     told = {**known, **new}
     lengths = Counter(len(p.profile) for p in told.values() if p.profile)
@@ -66,7 +65,7 @@ def of_one_length(known: Mapping[str, P], new: Mapping[str, P]) -> dict[str, P]:
 
 
 def newly_profiled(answers: Mapping[str, Answer], asked: Mapping[str, Device]) -> dict[str, Profiled]:
-    """The profiles that came in; `n_samples`: what a device had when it was asked."""
+    """The new profiles; `n_samples`: those that a device had when it was asked."""
     return {
         i: msgspec.structs.replace(profiled, n_samples=asked[i].n_samples)
         for i, profiled in results(answers, Profiled).items()
@@ -74,7 +73,7 @@ def newly_profiled(answers: Mapping[str, Answer], asked: Mapping[str, Device]) -
 
 
 def of_profiles(how: Clustering, profiled: Sequence[Profiled], *, rng: np.random.Generator) -> Clusters:
-    """Clusters of N >= 1 profiles, D_ref from their split halves; one where the extractor tells no devices apart."""
+    """Clusters of N >= 1 profiles, with D_ref from split halves; one if the extractor tells no devices apart."""
     unit = unit_of(profiled)
     if unit is None:
         log.warning(ONE_GROUP)
@@ -83,7 +82,7 @@ def of_profiles(how: Clustering, profiled: Sequence[Profiled], *, rng: np.random
 
 
 def unit_of(profiled: Iterable[_HasProfile]) -> float | None:
-    """D_ref from the devices' split halves; None where the extractor tells no devices apart."""
+    """D_ref from the devices' split halves; None if the extractor tells no devices apart."""
     try:
         return aidc.split_half_unit([p.halves for p in profiled if p.halves is not None])
     except ValueError:
@@ -96,7 +95,7 @@ def vectors_of(profiled: Iterable[_HasProfile]) -> NDArray[np.float64]:
 
 
 def place(stranger: str, told: Mapping[str, _HasProfile], clusters: Sequence[Sequence[str]], unit: float) -> aidc.Place:
-    """Where a device goes by its profile among clusters of ids, by the NOISE rule (FedEPC section 4.6, point 1)."""
+    """The place of a profiled device among clusters of ids, by the NOISE rule (FedEPC section 4.6, point 1)."""
     profiles = [vectors_of(told[i] for i in members) for members in clusters]
     return aidc.place(np.array(told[stranger].profile), profiles, unit=unit)
 
@@ -115,7 +114,7 @@ def describing(
     labels: DescribeLabels = DescribeLabels(),  # noqa: B008 - frozen
     noise: float = 0.0,
 ) -> Action:
-    """The action by which a device describes itself to a clustering. `extractor`: the model common to all."""
+    """The action by which a device describes itself for a clustering. `extractor`: the common model."""
     if how == "labels":
         return labels
     if how == "mctc":
@@ -124,7 +123,7 @@ def describing(
 
 
 def told_directions(answers: Mapping[str, Answer], fleet: Fleet, layout: Layout) -> dict[str, BlobRef]:
-    """The directions of the updates that came in, each stored on its own; an update of zero has none."""
+    """The directions of new updates, each stored by itself; an update of zero has none."""
     found = {i: mctc.direction(fleet.get(u.update, layout).params) for i, u in accepted(dict(answers)).items()}
     return {i: fleet.put({"direction": d.astype(np.float32)}) for i, d in found.items() if d is not None}
 
@@ -135,14 +134,14 @@ def embedded(directions: Sequence[BlobRef], fleet: Fleet) -> NDArray[np.float64]
 
 
 def of_directions(directions: Sequence[BlobRef], fleet: Fleet, *, n_clusters: int | None = None) -> Clusters:
-    """MCTC of N >= 1 directions, each device in one cluster; at most `n_clusters` of them, by default eight."""
+    """MCTC of N >= 1 directions, each device in one cluster; at most `n_clusters`, by default eight."""
     z = embedded(directions, fleet)
     seen = Directions(vectors=z) if n_clusters is None else Directions(vectors=z, n_clusters=n_clusters)
     return mctc.parted(z, find_clusters("mctc", seen, rng=np.random.default_rng(0)).clusters)
 
 
 def offered(own: Sequence[int], members: Sequence[Sequence[str]]) -> tuple[int, ...]:
-    """Numbers of the clusters whose experts a device may choose from, ascending: its own; all if it is in none.
+    """Numbers of the clusters whose experts a device may choose from, ascending: its own, or all if it has none.
 
     An order holds at most `MAX_STARTS`: the largest clusters, on a tie the first.
     """
@@ -151,11 +150,11 @@ def offered(own: Sequence[int], members: Sequence[Sequence[str]]) -> tuple[int, 
 
 
 Choices = Mapping[int, tuple[ccmab.Selection, ccmab.State]]
-"""By cluster what was chosen in a round, and its bandit in which this round was held (`coordinator.selection`)."""
+"""By cluster: a round's selection, and the bandit that holds this round (`coordinator.selection`)."""
 
 
 def tell_choices(fleet: Fleet, choices: Choices) -> None:
-    """Say who was chosen among whom, each one's expected time and estimates, and the deadline; of each cluster."""
+    """Record for each cluster the chosen devices, expected times and estimates of all, and the deadline."""
     for k, (selection, _) in choices.items():
         told = {"ids": selection.ids, "overdue": selection.overdue, "seconds": selection.seconds}
         told["estimates"] = {i: (round(mean, 4), round(bonus, 4)) for i, (mean, bonus) in selection.estimates.items()}
@@ -163,7 +162,7 @@ def tell_choices(fleet: Fleet, choices: Choices) -> None:
 
 
 def tell_draw(fleet: Fleet, ids: Sequence[str], among: Sequence[str]) -> None:
-    """Say who was chosen where no time was expected of anybody."""
+    """Record the chosen devices of a draw without expected times."""
     fleet.note("chosen", {"ids": ids, "overdue": (), "seconds": dict.fromkeys(among, 0.0), "deadline_s": None})
 
 
@@ -172,17 +171,17 @@ def _or_none(seconds: float | None) -> float | None:
 
 
 def chosen(choices: Choices) -> list[str]:
-    """All devices that were chosen, by ascending id."""
+    """All chosen devices, by ascending id."""
     return sorted(i for selection, _ in choices.values() for i in selection.ids)
 
 
 def bandits_after(choices: Choices, answers: Mapping[str, Answer]) -> dict[int, ccmab.State]:
-    """By cluster what its bandit learned of those that were chosen in it."""
+    """By cluster: the bandit after the answers of its chosen devices."""
     return {k: observed(bandit, selection, answers) for k, (selection, bandit) in choices.items()}
 
 
 def arm(device: Device, sgd: Sgd, model: BlobRef) -> ccmab.Arm:
-    """A device as it is now; its work is that of one order, to train `model`."""
+    """A device in its present state; its work is that of one order to train `model`."""
     context = device.context or Context(device_id=device.id)
     return ccmab.Arm(
         id=device.id,
@@ -196,11 +195,11 @@ def arm(device: Device, sgd: Sgd, model: BlobRef) -> ccmab.Arm:
 
 
 def outcome(answer: Answer) -> ccmab.Outcome | None:
-    """What the bandit learns from an answer; None: the device failed or did not answer."""
+    """The bandit's view of an answer; None: the device failed or did not answer."""
     result = answer.result
     if not isinstance(result, Trained) or result.loss_before is None:
         return None
-    assert result.loss_after is not None  # `Train.check` refuses an answer that tells the one alone
+    assert result.loss_after is not None  # `Train.check` refuses an answer with only one of them
     assert result.gradient_norm is not None
     return ccmab.Outcome(
         loss_before=result.loss_before,
@@ -211,9 +210,9 @@ def outcome(answer: Answer) -> ccmab.Outcome | None:
 
 
 def observed(bandit: ccmab.State, selection: ccmab.Selection, answers: Mapping[str, Answer]) -> ccmab.State:
-    """The bandit after a round: the loss drop of those that trained, -1 for no answer, nothing from a refusal.
+    """The bandit after a round: the loss drop of each device that trained, -1 for no answer.
 
-    A device whose owner withholds losses teaches it nothing either: the bandit treats it as never asked.
+    A device that declined, or whose owner withholds losses, counts as never asked.
     """
     told = [i for i in selection.ids if i in answers and not (declined(answers[i]) or _tells_nothing(answers[i]))]
     outcomes = {i: outcome(answers[i]) for i in told}
@@ -225,7 +224,7 @@ def _tells_nothing(answer: Answer) -> bool:
 
 
 def believed(outcomes: Mapping[str, ccmab.Outcome | None]) -> dict[str, ccmab.Outcome | None]:
-    """What devices say of their training, with loss drops and gradient norms cut to ten times the median."""
+    """The outcomes, with loss drops and gradient norms limited to ten times the median."""
     told = {i: found for i, found in outcomes.items() if found is not None}
     shorter = rules.factors([abs(o.loss_before - o.loss_after) for o in told.values()], BELIEVED)
     norms = rules.bounded([o.gradient_norm for o in told.values()], BELIEVED)

@@ -1,7 +1,7 @@
-"""FedAvg whose devices keep something for themselves: what the methods of pm_moe.md section 4 and Ditto share.
+"""FedAvg with personal layers: the base of Ditto and the methods of pm_moe.md section 4.
 
-A method says which layers are personal and by which step a device trains; the rest is FedAvg. After the last round of
-training every device installs what is shared with what it kept; one that never trained takes the initial model for it.
+A method names the personal layers and the step by which a device trains; the rest is FedAvg. At the end every device
+installs the shared layers with its own; one that never trained uses the initial ones.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ P = TypeVar("P", bound=PersonalState)
 class PersonalLayers(Method[P], Generic[P]):
     """`personal`: the layers that stay on a device; `needs_head`: whether the network must have a head.
 
-    `sends_initial`: whether a device's personal layers begin as those of the common initial model; otherwise as its
-    own network makes them, and not a byte of them is ever on the wire.
+    `sends_initial`: whether personal layers begin as those of the common initial model; otherwise each device draws
+    its own, and no byte of them is ever on the wire.
     """
 
     SELECTIONS = SELECTIONS
@@ -44,7 +44,7 @@ class PersonalLayers(Method[P], Generic[P]):
     personal: ClassVar[Selector] = ()
     needs_head: ClassVar[bool] = False
     pooled = False
-    """Whether what stays is to be pooled at the end (PM-MoE), and so must learn from D_L alone."""
+    """Whether the personal layers are pooled at the end (PM-MoE), and so may learn from D_L alone."""
     sends_initial: ClassVar[bool] = True
 
     def step(self, state: P, **common: Any) -> Train:  # noqa: ARG002 - the same in all rounds
@@ -75,12 +75,12 @@ class PersonalLayers(Method[P], Generic[P]):
         )
 
     def first(self, state: P) -> BlobRef | None:
-        """Where the personal layers of a device begin: at weights that the task names, whatever the method does."""
+        """The personal layers' start; always sent if the task names initial weights."""
         given = self.server.task is not None and named(self.server.task) is not None
         return state.initial if self.personal and (self.sends_initial or given) else None
 
     def kept_by(self, state: P) -> str | None:
-        """The step that keeps something on the devices; None: none does."""
+        """The step that keeps something on the devices; None: there is none."""
         order = self.order(state)
         return order.STEP if order.kept(order.personal, state.layout) else None
 
@@ -96,12 +96,12 @@ class PersonalLayers(Method[P], Generic[P]):
 
     @staticmethod
     def _cut(state: P, fleet: Fleet, layout: Layout) -> P:
-        """The state whose model are the layers that travel, of the initial model."""
+        """The state with only the shared layers of the initial model as its model."""
         w = unflatten(fleet.get(state.initial, state.layout), state.layout)
         return msgspec.structs.replace(state, model=fleet.put({info.name: w[info.name] for info in layout.tensors}))
 
     async def finish(self, state: P, fleet: Fleet) -> P:
-        """What is shared, with what each device kept."""
+        """Install the shared layers with each device's own."""
         if state.round == 0:
             state = self._cut(state, fleet, state.layout.without(self.personal))
         return await install(
@@ -115,5 +115,5 @@ class PersonalLayers(Method[P], Generic[P]):
         )
 
     def serves(self, state: P, device_id: str) -> BlobRef:  # noqa: ARG002 - all the same
-        """The shared layers; the rest is as it was at first."""
+        """The shared layers, over the initial model."""
         return state.whole

@@ -1,7 +1,6 @@
-"""Which devices are asked: one that does not answer costs a whole deadline, so it is left alone for a while.
+"""Devices that do not answer rest for a while, since each would cost a whole deadline.
 
-Its rests grow with every unanswered order (`awake`). A method keeps count in its state (`AskingState`) and speaks to
-devices through `ask`.
+Rests grow with every unanswered order (`awake`). A method counts these in its state (`AskingState`), through `ask`.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class Misses(Struct, frozen=True, kw_only=True):
 
 
 class AskingState(State, frozen=True, kw_only=True):
-    """State of a method that lets unresponsive devices rest."""
+    """State of a method whose unresponsive devices rest."""
 
     unresponsive: dict[str, Misses] = {}
 
@@ -38,11 +37,11 @@ H = TypeVar("H", bound=AskingState)
 
 
 def awake(state: AskingState, fleet: Fleet, r: int) -> dict[str, Device]:
-    """The devices to ask, by id, without those that were unresponsive lately: each would cost the whole deadline.
+    """The devices to ask, by id, without those that rest.
 
     After one unanswered order a device rests for a round, after two for three, after three for seven. A device with a
-    new incarnation rests less: not at all the first time, then for one round, then for two, and so on. If nobody is
-    awake, all are asked: they can delay nobody.
+    new incarnation rests less: not at all the first time, then for one round, then for two, and so on. If all rest, all
+    are asked: they can delay no other device.
     """
     devices = {device.id: device for device in fleet.devices()}
     return {i: device for i, device in devices.items() if not _rests(state.unresponsive.get(i), device, r)} or devices
@@ -58,7 +57,7 @@ def _rests(missed: Misses | None, device: Device, r: int) -> bool:
 async def ask(
     state: H, fleet: Fleet, r: int, label: str, actions: Mapping[str, Action], *, insisting: bool = False
 ) -> tuple[H, dict[str, Answer]]:
-    """Have devices do something, and note which of them answered. `insisting`: as in `insist`."""
+    """Run actions, and note which devices answered. `insisting`: as in `insist`."""
     answers = await (insist(fleet, label, actions) if insisting else fleet.run(label, actions))
     incarnations = {device.id: device.incarnation for device in fleet.devices()}
     unresponsive = {i: s for i, s in state.unresponsive.items() if i not in answers}
