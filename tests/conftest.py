@@ -41,9 +41,10 @@ def kind_of(item: pytest.Item) -> str:
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by mark
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give each test exactly one of the four kinds."""
+    """Give each test exactly one of the four kinds; what takes longest begins first, so that nobody waits for it."""
     for item in items:
         item.add_marker(kind_of(item))
+    items.sort(key=lambda item: item.get_closest_marker("timeout") is None)
 
 
 @pytest.fixture(autouse=True)

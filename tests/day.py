@@ -36,7 +36,7 @@ from tests.support.browser import chromium
 from tests.support.rollouts import release_of
 from tests.support.trained_bundles import trained_bundle
 
-WAIT_S = 120.0
+WAIT_S = 300.0
 DEVICES = ("cam1", "cam2", "cam3", "cam4")
 OLD_REPORT = next((HOMES / "0.1.0/mid_round/cam0/outbox/reports").iterdir())
 """What an agent of fedge 0.1 sends."""

@@ -162,7 +162,7 @@ async def test_a_round_goes_on_where_it_was_left_and_nothing_is_trained_again(
     prepare(folder)
     coordinator, *agents = await started(folder, mosquitto)
     try:
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(300):
             assert await coordinator.wait() == 0
     finally:
         for process in (coordinator, *agents):

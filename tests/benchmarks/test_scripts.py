@@ -156,7 +156,6 @@ def test_each_script_is_run() -> None:
     assert scripts == {*SCRIPTS, *LONG, *RIVALS}
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_runs_and_its_rows_are_named_and_its_figures_finite(
     name: str, tmp_path: Path, request: pytest.FixtureRequest

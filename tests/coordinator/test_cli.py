@@ -39,7 +39,7 @@ from tests.support.broker import settings as broker_settings
 from tests.support.device import IN_0_1, LAYOUT, TASK, RawDevice
 from tests.support.identities import Authority, OpenBroker
 
-WAIT_S = 60.0
+WAIT_S = 300.0
 
 
 def run_fedge(*arguments: object, **kwargs: Any) -> subprocess.CompletedProcess[str]:

@@ -43,7 +43,7 @@ from tests.support.device import IN_0_1, TASK, RawDevice
 from tests.support.identities import Authority
 from tests.support.learners import LAYOUT, first_model, learners
 
-WAIT_S = 60.0
+WAIT_S = 300.0
 
 
 @pytest.fixture(autouse=True)

@@ -23,7 +23,7 @@ from tests.support.device import TASK
 from tests.support.learners import Learner, first_model, learners
 from tests.support.shop import make_shop
 
-WAIT_S = 60.0
+WAIT_S = 300.0
 
 
 @pytest.fixture(autouse=True)

@@ -402,7 +402,7 @@ async def test_what_a_foreign_key_announced_is_said_in_its_health(home):
     await link._on_rollout(Inbound(topic="", payload=payload, retained=True))
     running = asyncio.gather(link.follow(), link.report())
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             while not transport.published:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
     finally:

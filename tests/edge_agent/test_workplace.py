@@ -32,7 +32,7 @@ from fedge.tasks import device_data
 from tests.support.orders import Blobs, order
 
 pytestmark = pytest.mark.process
-WAIT_S = 30.0
+WAIT_S = 300.0
 OTHERS: set[psutil.Process] = set()
 STEPS = """
 import os, signal, time

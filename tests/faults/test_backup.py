@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 import signal
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 from coordinator.methods.fedavg import FedAvgState
 from fedge.broker import LocalBroker
 from tests.faults.test_kill_coordinator import DEVICES, counted_once
-from tests.support.federation import Federation, Running, same, settings, until
+from tests.support.federation import Federation, Running, same, settings
 
 ROUNDS = 5
 FLAGS = {"method": "fedavg", "rounds": ROUNDS}
@@ -35,21 +34,19 @@ async def test_a_backup_goes_on_elsewhere_with_the_round_that_was_under_way(
         agents = await federation.agents()
         coordinator = await federation.coordinator(**FLAGS)
         await coordinator.said("round_done", round=1)
-        agents["cam2"].send(signal.SIGSTOP)
-        await until(lambda: len(federation.accepted()) == 5)
+        number = await federation.stands_still("cam2", agents["cam2"])
         log, folder, home = tmp_path / "log", tmp_path / "backups" / "monday", tmp_path / "elsewhere"
         tables = [] if store_url is None else ["--store", store_url]
         assert await ran(log, "backup", folder, "--home", federation.home, *tables) == 0, log.read_text()
         before = federation.accepted()
         agents["cam2"].send(signal.SIGCONT)
-        await coordinator.said("round_done", round=4)
+        await coordinator.said("round_done", round=min(number + 2, ROUNDS))
         await coordinator.kill()
 
         assert await ran(log, "restore", folder, "--home", home) == 0, log.read_text()
         federation.home, federation.store_url = home, None
         assert federation.accepted() == before
-        async with asyncio.timeout(60):
-            assert await (await federation.coordinator(**FLAGS)).ended() == 0
+        assert await (await federation.coordinator(**FLAGS)).ended() == 0
         assert before.items() <= federation.accepted().items()
         assert counted_once(federation)
         assert same(federation.state(FedAvgState), await federation.undisturbed("fedavg", settings(ROUNDS)))
@@ -72,13 +69,13 @@ async def test_a_copy_of_the_tables_alone_is_refused_but_after_a_clean_stop(
         agents = await federation.agents()
         coordinator = await federation.coordinator(**FLAGS)
         await coordinator.said("round_done", round=1)
-        agents["cam2"].send(signal.SIGSTOP)
+        number = await federation.stands_still("cam2", agents["cam2"])
         assert await began("running", "store.db", "blobs") == 2
         await coordinator.kill()
         assert await began("killed", "store.db", "blobs") == 2
         assert "lacks what was in store.db-wal" in (tmp_path / "killed.log").read_text()
         coordinator = await federation.coordinator(**FLAGS)
-        await coordinator.said("round_begun", round=2)
+        await coordinator.said("round_begun", round=number)
         coordinator.send(signal.SIGTERM)
         assert await coordinator.ended() == 130
         assert await began("stopped", "store.db") == 4

@@ -53,7 +53,7 @@ from tests.support.device import LAYOUT, TASK, tensors, trained
 from tests.support.identities import Authority, OpenBroker
 from tests.support.peer import EchoWorker
 
-WAIT_S = 40.0
+WAIT_S = 300.0
 TOPICS = Topics("test")
 _envelope = msgspec.msgpack.Decoder(Envelope)
 

@@ -34,7 +34,7 @@ from tests.support.broker import local_broker
 ROOT = Path(__file__).parents[2]
 DEVICES = ("cam0", "cam1", "cam2")
 ROUNDS, STEPS, SEED = 3, 1500, 5
-END_S = 150.0
+END_S = 300.0
 
 
 @pytest.fixture
@@ -100,7 +100,6 @@ async def undisturbed(shares: dict[str, Path], home: Path) -> str:
     return str(state.model.digest)
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.usefixtures("one_thread")
 async def test_an_agent_killed_in_mid_training_changes_nothing(tmp_path: Path, shares: dict[str, Path]) -> None:
     async with contextlib.AsyncExitStack() as stack:

@@ -20,7 +20,6 @@ from tests.support.federation import Federation, same, settings, until
 ROUNDS, STEPS = 4, 200
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("name", "kind", "codec", "file"),
     [

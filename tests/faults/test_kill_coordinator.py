@@ -13,7 +13,7 @@ from coordinator.methods import State
 from coordinator.methods.fedavg import FedAvgState
 from coordinator.methods.fedge import FedgeState
 from fedge.broker import LocalBroker
-from tests.support.federation import Federation, same, settings, until
+from tests.support.federation import Federation, same, settings
 
 DEVICES = ("cam0", "cam1", "cam2")
 MANY_ROUNDS = 50  # a round takes some 50 ms: they are not over before the last kill
@@ -37,19 +37,18 @@ def counted_once(federation: Federation) -> bool:
 async def test_with_a_part_of_the_reports_accepted(
     mosquitto: LocalBroker, tmp_path: Path, method: str, kind: type[State], rounds: int, store_url: str | None
 ) -> None:
-    """In round 2 one agent stands still, so that the round is certainly open when two others have been accepted."""
+    """One agent stands still, so that its round is certainly open when the two others have been accepted."""
     flags = {"method": method, "rounds": rounds}
     async with Federation(mosquitto, tmp_path, devices=DEVICES, store_url=store_url) as federation:
         agents = await federation.agents()
         coordinator = await federation.coordinator(**flags)
         await coordinator.said("round_done", round=1)
-        agents["cam2"].send(signal.SIGSTOP)
-        await until(lambda: len(federation.accepted()) == 5)
+        number = await federation.stands_still("cam2", agents["cam2"])
         await coordinator.kill()
 
         before = federation.accepted()
         assert federation.rows("SELECT device_id FROM orders WHERE status = 'open'") == [("cam2",)]
-        assert federation.rows("SELECT max(round) FROM states") == [(1,)]
+        assert federation.rows("SELECT max(round) FROM states") == [(number - 1,)]
 
         coordinator = await federation.coordinator(**flags)
         agents["cam2"].send(signal.SIGCONT)

@@ -8,8 +8,6 @@ from __future__ import annotations
 import sqlite3
 from pathlib import Path
 
-import pytest
-
 from coordinator.methods.fedavg import FedAvgState
 from coordinator.protection import Protection
 from fedge.broker import LocalBroker
@@ -22,7 +20,6 @@ STEPS = 1500
 LABELS = ("train-keys", "train-shares", "train", "train-unmask")
 
 
-@pytest.mark.timeout(300)
 async def test_agent_and_coordinator_killed_in_a_sum_end_as_if_nothing_had_happened(
     one_broker: LocalBroker, tmp_path: Path
 ) -> None:

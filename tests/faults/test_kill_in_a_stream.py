@@ -17,12 +17,14 @@ from tests.support.streams import record_of, replay_of, stand_still_in_mid_round
 
 DEVICES = ("cam0", "cam1", "cam2")
 SIZE = 3
+STEPS = 300
+"""Devices train for some 0.2 s: time enough to stop them before their answers, however few rounds there are."""
 HAS_ORDER = "SELECT count(*) FROM orders WHERE device_id = 'cam2' AND status = 'open'"
 
 
 async def ends_as_recorded(federation: Federation, method: str, rounds: int, kind: type[State]) -> None:
     """Every device has a bundle, and a simulation in which answers come as recorded ends in the same bytes."""
-    given = msgspec.structs.replace(settings(rounds), options={"buffer": SIZE})
+    given = msgspec.structs.replace(settings(rounds, steps=STEPS), options={"buffer": SIZE})
     state = federation.state(kind)
     assert same(state, await federation.undisturbed(method, given, replay_of(federation)))
     assert set(state.installed) == set(DEVICES)
@@ -35,7 +37,7 @@ async def test_killed_between_two_answers(
 ) -> None:
     """The buffer is half full when the coordinator is killed; of fedge after the trial, which waits for everybody."""
     rounds = 6
-    flags = {"method": method, "rounds": rounds, "option": f"buffer={SIZE}"}
+    flags = {"method": method, "rounds": rounds, "local_steps": STEPS, "option": f"buffer={SIZE}"}
     async with Federation(mosquitto, tmp_path, devices=DEVICES) as federation:
         agents = await federation.agents()
         coordinator = await federation.coordinator(**flags)
@@ -62,7 +64,8 @@ async def test_a_device_that_sleeps_for_rounds(mosquitto: LocalBroker, tmp_path:
     rounds = 7  # of more the store forgets the first
     async with Federation(mosquitto, tmp_path, devices=DEVICES) as federation:
         agents = await federation.agents()
-        coordinator = await federation.coordinator(method="fedbuff", rounds=rounds, option=f"buffer={SIZE}")
+        flags = {"method": "fedbuff", "rounds": rounds, "local_steps": STEPS, "option": f"buffer={SIZE}"}
+        coordinator = await federation.coordinator(**flags)
         await coordinator.said("round_done", round=1)
         sleeper = agents.pop("cam2")
 

@@ -16,7 +16,7 @@ from fedge.messages import Presence
 from tests.support.broker import settings
 from tests.support.device import LAYOUT, TASK
 
-WAIT_S = 60.0
+WAIT_S = 300.0
 ROOT = Path(__file__).parent.parent.parent
 
 

@@ -7,8 +7,6 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import mean
 
-import pytest
-
 from coordinator.methods.fedge import FedgeState
 from fedge.broker import LocalBroker
 from tests.support.federation import Federation
@@ -23,7 +21,6 @@ DEADLINE_S = 8
 FLAGS = {"method": "fedge", "rounds": 100, "participation": 0.5}
 
 
-@pytest.mark.timeout(400)
 async def test_others_go_on_without_it(mosquitto: LocalBroker, tmp_path: Path) -> None:
     async with Federation(mosquitto, tmp_path, devices=DEVICES) as federation:
         agents = await federation.agents()

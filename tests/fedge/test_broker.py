@@ -19,7 +19,7 @@ from fedge.errors import ConfigError, TransportError
 from fedge.mosquitto import for_everybody
 from tests.support.broker import BROKERS, transport
 
-WAIT_S = 25.0
+WAIT_S = 300.0
 
 
 def ended(pid: int) -> bool:

@@ -45,7 +45,7 @@ from tests.deploy.power import in_a_process_cut_off_at
 from tests.support.broker import local_broker, transport
 
 TOPICS = Topics("test")
-WAIT_S = 25.0
+WAIT_S = 300.0
 
 # ------------------------------------------------------------------------------------------------------ ranges
 

@@ -24,7 +24,7 @@ OPERATING = Path(__file__).parents[2] / "examples" / "operating"
 DASHBOARD = json.loads((OPERATING / "grafana-dashboard.json").read_text(encoding="utf-8"))
 PROMETHEUS = shutil.which("prometheus")
 VALUES = {"$federation": NAME, "$model": ".*", "$__rate_interval": "10s"}
-WAIT_S = 90
+WAIT_S = 300
 
 
 @pytest.fixture

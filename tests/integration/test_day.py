@@ -10,7 +10,6 @@ pytest.importorskip("selenium")
 from tests.support.browser import INSTALLED
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.skipif(not INSTALLED, reason="chromium and chromium-driver are not installed")
 def test_all_of_the_day_is_seen() -> None:
     root = Path(__file__).parents[2]

@@ -32,7 +32,6 @@ def processes_about(folder: Path) -> list[psutil.Process]:
 
 
 @pytest.mark.smoke
-@pytest.mark.timeout(300)
 async def test_the_whole_demo_over_both_brokers(broker: LocalBroker, tmp_path: Path) -> None:
     out, figures_file = tmp_path / "out", tmp_path / "figures.json"
     address = f"{broker.host}:{broker.port}"
@@ -57,7 +56,6 @@ async def test_the_whole_demo_over_both_brokers(broker: LocalBroker, tmp_path: P
     assert "personal" in ran.stdout
 
 
-@pytest.mark.timeout(300)
 async def test_a_secured_demo_lets_nobody_else_in(mosquitto_program: str, tmp_path: Path) -> None:
     out, figures_file = tmp_path / "out", tmp_path / "figures.json"
     arguments = command(
@@ -83,7 +81,6 @@ def check_device(device: dict[str, Any], out: Path) -> None:
     assert ("expert" in roles) == bool(device["experts"])
 
 
-@pytest.mark.timeout(300)
 def test_ctrl_c_stops_everything(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with subprocess.Popen(command("--rounds", 500, "--out", out), stderr=subprocess.PIPE, text=True) as demo:
@@ -97,7 +94,6 @@ def test_ctrl_c_stops_everything(tmp_path: Path) -> None:
     assert not processes_about(out)
 
 
-@pytest.mark.timeout(300)
 def test_nothing_is_left_when_the_demo_is_killed(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with subprocess.Popen(command("--rounds", 500, "--out", out), stderr=subprocess.PIPE, text=True) as demo:

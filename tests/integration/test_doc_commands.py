@@ -74,7 +74,7 @@ def test_what_is_not_run_says_why() -> None:
 
 
 @pytest.mark.process
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)  # with a load of ten on two cores the images took 500 s
 @pytest.mark.parametrize(
     "section", [pytest.param(name, marks=[pytest.mark.smoke] if name == SMOKE else []) for name in SECTIONS]
 )
@@ -95,7 +95,7 @@ def test_the_commands_of_a_section_run_as_they_are_written(section: str, tmp_pat
             ["bash", "-c", text], cwd=tmp_path, env=os.environ | here, stdout=log, stderr=log, start_new_session=True
         )
         try:
-            code = shell.wait(580)
+            code = shell.wait(1180)
         finally:
             if shell.poll() is None:
                 os.killpg(shell.pid, signal.SIGKILL)

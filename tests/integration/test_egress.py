@@ -103,7 +103,7 @@ class Tap:
 
     async def heard(self, leaf: str, n: int) -> None:
         """Wait for messages, by the last level of the topic."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             while sum(topic.split("/")[5] == leaf for topic, _ in self.messages) < n:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fedge.broker import LocalBroker
 from fedge.messages import Codec
-from tests.support.federation import settings, until
+from tests.support.federation import settings
 from tests.support.sites import Sites
 
 SITES = {"north": ("a0", "a1"), "south": ("b0",)}
@@ -17,22 +17,22 @@ FLAGS = {"method": "fedavg", "rounds": 3, "codec": "float32"}
 async def test_whoever_is_killed_the_model_is_that_of_the_flat_federation(
     mosquitto: LocalBroker, tmp_path: Path
 ) -> None:
-    """In round 2 one device stands still; its relay is killed with a part of the answers, then the coordinator, and in
-    round 3 a device."""
+    """One device stands still; its relay is killed with a part of the answers, then the coordinator, and in the next
+    round a device."""
     async with Sites(mosquitto, tmp_path, SITES) as federation:
         relays = await federation.relays()
         agents = await federation.agents()
         coordinator = await federation.coordinator(**FLAGS)
         await coordinator.said("round_done", round=1)
-        agents["a1"].send(signal.SIGSTOP)
-        await until(lambda: federation.answered("north", 2) == {"a0"})
+        number = await federation.stands_still("a1", agents["a1"])
+        assert federation.answered("north", number) == {"a0"}
         await relays["north"].kill()
         relays["north"] = await federation.relay("north")
-        await relays["north"].said("order_started", round=2)
+        await relays["north"].said("order_started", round=number)
         await coordinator.kill()
         coordinator = await federation.coordinator(**FLAGS)
         agents["a1"].send(signal.SIGCONT)
-        await coordinator.said("round_begun", round=3)
+        await coordinator.said("round_begun", round=number + 1)
         await agents["b0"].kill()
         await federation.agent("b0")
         assert await coordinator.ended() == 0

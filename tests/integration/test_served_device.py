@@ -99,7 +99,7 @@ async def test_killed_during_the_examination_it_examines_again(broker, repo, hom
 
 async def proved(session, home: Path) -> None:
     """Ask until the bundle on trial is the good one."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(300):
         while state_of(home).trial is not None:
             assert (await ask(session, "digits"))[0] == 200
             await asyncio.sleep(0.05)
@@ -200,7 +200,7 @@ class Load:
         while not stop.is_set():
             i = (i + 1) % len(X)
             await self._link.publish(Topics(FEDERATION).agent(DEVICE, "predict"), body(X[i : i + 1], id=str(i)))
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(300):
                 payload = (await self._answers.get()).payload
             self._check("mqtt", payload if json.loads(payload).get("id") == str(i) else b"{}", i)
             await asyncio.sleep(PAUSE_S)

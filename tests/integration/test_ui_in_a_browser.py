@@ -35,7 +35,7 @@ from selenium.webdriver.support.ui import WebDriverWait
 from tests.support.browser import INSTALLED, chromium
 
 TOKEN = "0123456789abcdef"
-WAIT_S = 60
+WAIT_S = 300
 UNTOLD = "not told by its owner"
 GONE = (NoSuchElementException, StaleElementReferenceException)
 """What is on the page is made anew with each refresh."""

@@ -48,7 +48,7 @@ async def test_the_others_learn_and_it_gets_what_they_learned(
         seed=5,
     )
     with contextlib.closing(Store(settings.home)) as store:
-        async with asyncio.timeout(120), asyncio.TaskGroup() as group:
+        async with asyncio.timeout(300), asyncio.TaskGroup() as group:
             for agent in agents:
                 group.create_task(agent.run())
             summary = await serve(settings, samples.spec, store, lambda *_: None)

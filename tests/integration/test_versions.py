@@ -26,7 +26,7 @@ from tests.support.federation import until
 NEW = Path(__file__).parents[2]
 COMMIT = "438a3f088d6c50faaba6995a3c4a4420803af1bf"
 """Its store has schema 3; its wire is that of 0.2.0."""
-WAIT_S = 150.0
+WAIT_S = 300.0
 
 
 @pytest.fixture(scope="module")

@@ -39,7 +39,7 @@ from tests.support.broker import transport
 
 TASK = TaskSpec(name="t", classes=("a", "b"), input_shape=(2,), model="mlp")
 LAYOUT = Layout(tensors=(TensorInfo(name="w", shape=(2, 2)), TensorInfo(name="b", shape=(2,))))
-WAIT_S = 30.0
+WAIT_S = 300.0
 IN_0_1 = msgspec.msgpack.encode((1, {"type": "status", "device_id": "cam1", "incarnation": "1", "presence": "online"}))
 """The status of an agent of fedge 0.1."""
 

@@ -35,7 +35,7 @@ from fedge.tensors import unflatten
 ROOT = Path(__file__).parents[2]
 NAME = "f"
 SEED = 3
-WAIT_S = 120.0
+WAIT_S = 300.0
 POLL_S = 0.005
 
 
@@ -183,7 +183,24 @@ class Federation:
         self._stack.push_async_callback(running.kill)
         return running
 
+    async def stands_still(self, device: str, agent: Running) -> int:
+        """Stop a device in a round that waits for it alone; the round."""
+        reports = self.folder / device / "outbox" / "reports"
+        while True:
+            agent.send(signal.SIGSTOP)
+            await until(lambda: [order.endswith(f".{device}") for _, order in self.open_orders(device)] == [True])
+            ((number, order),) = self.open_orders(device)
+            if not (reports / order).exists():
+                return number
+            agent.send(signal.SIGCONT)  # its report is under way
+            await until(lambda order=order: order not in {i for _, i in self.open_orders(device)})  # type: ignore[misc]
+
     # ----------------------------------------------------------------------------------------------- what is true
+
+    def open_orders(self, device: str) -> list[tuple[int, str]]:
+        """Round and id of the orders that are open where this device gets its own from."""
+        del device
+        return self.rows("SELECT round, id FROM orders WHERE status = 'open'")
 
     def rows(self, query: str) -> list[tuple[Any, ...]]:
         """Look into the store, whether the coordinator runs or not."""

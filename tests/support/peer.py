@@ -28,7 +28,7 @@ from fedge.transport import Inbound
 from tests.support.broker import transport
 
 TASK = TaskSpec(name="t", classes=("a", "b"), input_shape=(2,), model="mlp")
-WAIT_S = 30.0
+WAIT_S = 300.0
 
 
 class Peer:

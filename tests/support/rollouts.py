@@ -17,7 +17,7 @@ from fedge.bundle import read
 from tests.support.broker import settings
 from tests.support.runtime_device import FEDERATION
 
-WAIT_S = 60.0
+WAIT_S = 300.0
 
 
 def release_of(home: Path) -> int:

@@ -50,13 +50,21 @@ class Sites(Federation):
             flags = {"broker": f"{self.sites[site].host}:{self.sites[site].port}", "federation": site, **flags}
         return await super().agent(device, **flags)
 
+    def open_orders(self, device: str) -> list[tuple[int, str]]:
+        """Of a device behind a relay: on its site."""
+        query = "SELECT round, id FROM orders WHERE status = 'open'"
+        return self._on_site(self.site_of[device], query) if device in self.site_of else self.rows(query)
+
     def answered(self, site: str, number: int) -> set[str]:
         """Who has answered the training of a round on a site."""
         query = "SELECT device_id FROM orders WHERE label = 'train' AND status = 'accepted' AND round = ?"
-        found: set[str] = set()
+        return {device for (device,) in self._on_site(site, query, number)}
+
+    def _on_site(self, site: str, query: str, *values: object) -> list[tuple[Any, ...]]:
+        found: list[tuple[Any, ...]] = []
         for store in (self.folder / site / "site").glob("*/store.db"):
             with contextlib.closing(sqlite3.connect(f"file:{store}?mode=ro", uri=True)) as db:
-                found |= {row[0] for row in db.execute(query, (number,))}
+                found += db.execute(query, values).fetchall()
         return found
 
     def names(self) -> set[str]:

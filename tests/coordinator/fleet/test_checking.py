@@ -23,7 +23,7 @@ from fedge.tensors import to_bytes
 from tests.support.device import LAYOUT, tensors
 
 GOOD = codec.encode(tensors(0.5), Codec.INT8)
-WAIT_S = 30.0
+WAIT_S = 300.0
 
 
 @pytest.fixture(params=["thread", "process"])

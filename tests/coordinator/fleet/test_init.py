@@ -96,7 +96,7 @@ async def test_an_option_beyond_what_a_message_can_hold_ends_a_run_and_says_so(t
 # -------------------------------------------------------------------------------------------------------- streams
 
 DEVICES = ("d00", "d01", "d02")
-WAIT_S = 30.0
+WAIT_S = 300.0
 Turn = tuple[str, int]
 """A device, and the round of the order that it answers."""
 Begin = Callable[[int], Awaitable[None]]

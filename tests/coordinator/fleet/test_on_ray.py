@@ -26,7 +26,7 @@ from fedge.messages import Codec
 from fedge.sgd import Sgd
 from fedge.steps.train import Start, Train, Trained
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.process
 SCENARIO = Scenario(devices=40, samples=1200, min_samples=10, rounds=2, codec=Codec.FLOAT32, local_steps=3)
 SEED = 1
 

@@ -58,7 +58,7 @@ async def test_it_works_as_installed(mosquitto_program: str, open_folder: Path) 
         for name, authority in authorities.items():
             folder = authority.folder / "coordinator"
             settings = Credentials(identity=folder).at(f"127.0.0.1:{ports[name]}")
-            async with asyncio.timeout(20), Transport(settings, f"coordinator:{name}") as one:
+            async with asyncio.timeout(300), Transport(settings, f"coordinator:{name}") as one:
                 await one.publish(Topics(name).agent("cam0", "status"), b"x")
                 assert owner_of(broker.pid) == pwd.getpwnam("mosquitto").pw_uid
     finally:

@@ -134,7 +134,6 @@ print(len(found.runs))
 
 
 @pytest.mark.process
-@pytest.mark.timeout(300)
 def test_a_search_finds_the_best_of_its_trials() -> None:
     found = fedge.tune(
         method="fedavg", task="digits", devices=2, samples=200, rounds=2, search=["learning_rate=0.001,0.1"], trials=2

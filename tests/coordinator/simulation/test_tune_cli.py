@@ -12,7 +12,6 @@ import pytest
 
 
 @pytest.mark.process
-@pytest.mark.timeout(600)
 def test_a_search_that_is_stopped_goes_on_where_it_was(tmp_path: Path) -> None:
     out = tmp_path / "search"
     command = [sys.executable, "-m", "fedge.cli", "tune", "--method=fedavg", "--devices=2", "--samples=200"]

@@ -172,7 +172,7 @@ async def test_a_stream_ends_with_the_login(store: Store, tmp_path: Path, monkey
     async with page(tmp_path, "0.0.0.0") as shown, ClientSession(cookie_jar=CookieJar(unsafe=True)) as http:
         url = shown.url.replace("0.0.0.0", "127.0.0.1")
         assert (await http.post(url + "api/login", json={"token": TOKEN})).status == 200
-        async with asyncio.timeout(30), http.get(url + "api/stream") as stream:
+        async with asyncio.timeout(300), http.get(url + "api/stream") as stream:
             assert b"state" in await stream.content.readuntil(b"event: state")
             shown._sessions = {cookie: (word, 0.0) for cookie, (word, _) in shown._sessions.items()}
             await stream.content.read()
@@ -186,7 +186,7 @@ async def test_a_last_event_that_is_no_number_of_ours_is_as_none(http: ClientSes
 
 async def test_events_come_as_they_happen(http: ClientSession, store: Store) -> None:
     last = store.events(last=1)[0].number
-    async with asyncio.timeout(30), http.get("api/stream", params={"after": last - 1}) as stream:
+    async with asyncio.timeout(300), http.get("api/stream", params={"after": last - 1}) as stream:
 
         async def event() -> dict[str, Any]:
             while not (line := await stream.content.readline()).startswith(b"data: "):
@@ -201,7 +201,7 @@ async def test_events_come_as_they_happen(http: ClientSession, store: Store) -> 
 
 async def test_a_page_is_told_of_what_another_one_has_read_already(http: ClientSession, store: Store) -> None:
     last = store.events(last=1)[0].number
-    async with asyncio.timeout(30), http.get("api/stream", params={"after": last}) as stream:
+    async with asyncio.timeout(300), http.get("api/stream", params={"after": last}) as stream:
         store.note(Event(at=NOW, round=4, name="problem", device="cam1")).result()
         assert (await http.get("api/state")).status == 200
         assert await stream.content.readline() == b"id: %d\n" % (last + 1)
@@ -223,7 +223,7 @@ async def test_the_state_is_made_once_for_all_open_pages_until_there_is_news(
     monkeypatch.setattr(Watch, "state", counted)
     assert (await state(), await state()) == (1, 2)
     last = store.events(last=1)[0].number
-    async with asyncio.timeout(30), http.get("api/stream", params={"after": last - 1}) as stream:
+    async with asyncio.timeout(300), http.get("api/stream", params={"after": last - 1}) as stream:
         await stream.content.readuntil(b"\n\n")
         monkeypatch.setattr(ui, "LOOK_S", 3600.0)
         while await state() != await state():  # the look that was under way when it was set

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from sklearn.datasets import load_digits
 
 from fedge import preprocess
 from fedge.errors import ConfigError
@@ -36,6 +37,12 @@ def write_idx(folder: Path, digits: Pool, suffix: str = ".gz") -> None:
         for name, array in ((f"{part}-images-idx3-ubyte", images), (f"{part}-labels-idx1-ubyte", digits.y[chosen])):
             data = idx(array)
             (folder / f"{name}{suffix}").write_bytes(gzip.compress(data) if suffix else data)
+
+
+def test_digits_are_those_of_scikit_learn(digits: Pool) -> None:
+    theirs = load_digits()
+    np.testing.assert_array_equal(digits.x, theirs.images)
+    np.testing.assert_array_equal(digits.y, theirs.target)
 
 
 def test_digits_are_whole(digits: Pool) -> None:
