@@ -2,8 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# A worker for each processor: each takes one thread (tests/conftest.py) and up to a gigabyte.
-PYTEST = $(BIN)/python -m pytest -n $(shell nproc) --maxprocesses 8 --dist worksteal
+# Each worker takes one thread (tests/conftest.py) and up to a gigabyte. One for each processor is right for tests that
+# compute; the others wait half of the time for processes and clocks.
+PYTEST = $(BIN)/python -m pytest --maxprocesses 8 --dist worksteal
 QUICK := unit or smoke
 TUF_CONFORMANCE := https://github.com/theupdateframework/tuf-conformance
 TUF_CONFORMANCE_COMMIT := eec841c186f81f2d9d8d30460c7e7deefa615f9e
@@ -33,13 +34,13 @@ docs: $(BIN)/fedge  ## the documents as a site, into build/site
 	! grep -rlE '<(script|link|img|iframe)[^>]*(src|href)="?(https?:)?//' build/site --include='*.html'
 
 test: $(BIN)/fedge  ## the unit tests, one run over each broker and one fault of each kind: 5 minutes at most on two cores
-	$(PYTEST) -m "$(QUICK)"
+	$(PYTEST) -n $(shell nproc) -m "$(QUICK)"
 
 test-all: test  ## `make test`, then every other test: about 25 minutes on two cores
-	$(PYTEST) -m "not ($(QUICK))"
+	$(PYTEST) -n $(shell expr 2 '*' $$(nproc)) -m "not ($(QUICK))"
 
 coverage: $(BIN)/fedge  ## branch coverage of the unit tests
-	$(PYTEST) -m unit --cov --cov-report=term:skip-covered --cov-report=html
+	$(PYTEST) -n $(shell nproc) -m unit --cov --cov-report=term:skip-covered --cov-report=html
 
 chaos: $(BIN)/fedge  ## federations that are killed, cut off and filled up: MINUTES=60 SEED=1
 	$(BIN)/python -m tests.chaos --minutes $(or $(MINUTES),60) --seed $(or $(SEED),1)

@@ -196,4 +196,4 @@ def test_two_backups_take_turns_and_a_killed_one_leaves_no_lock(home: Path, tmp_
                 pass
             assert not any(backup.done() for backup in backups)
             other.kill()
-            assert [backup.result(timeout=30) for backup in backups] == [1, 1]
+            assert [backup.result(timeout=300) for backup in backups] == [1, 1]

@@ -235,7 +235,7 @@ def test_of_two_processes_that_race_for_an_order_one_wins(store: Store, opened: 
     for racer in racers:
         racer.join(60)
         assert racer.exitcode == 0
-    winner = won.get(timeout=10)
+    winner = won.get(timeout=300)
     entry = store.entry("r.1.s.a")
     assert entry is not None
     assert entry.report == report(value=winner)

@@ -263,7 +263,7 @@ def test_predictions_go_on_while_the_disk_takes_its_time(slots, tmp_path, x, mon
         settled = pool.submit(answering.settle)
         try:
             assert writing.wait(30)
-            pool.submit(answering.answer, x).result(timeout=10)
+            pool.submit(answering.answer, x).result(timeout=300)
         finally:
             written.set()
         settled.result()

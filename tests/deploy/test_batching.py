@@ -177,4 +177,4 @@ async def test_requests_that_do_not_fit_into_memory_together_fail_and_the_next_i
         results = await asyncio.gather(*(batcher.predict(X[:1]) for _ in range(2)), return_exceptions=True)
     assert [type(result) for result in results] == [MemoryError] * 2
 
-    await asyncio.wait_for(batcher.predict(X[:1]), 30)
+    await asyncio.wait_for(batcher.predict(X[:1]), 300)

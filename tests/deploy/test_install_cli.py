@@ -138,7 +138,7 @@ def test_a_bundle_that_is_handed_over_answers_before_the_command_ends(tmp_path):
         assert not command.done()
         answering.swap()
 
-        assert command.result(timeout=30)[0] == 0
+        assert command.result(timeout=300)[0] == 0
         assert answering.runtime.manifest.release == 6
 
 
@@ -152,7 +152,7 @@ def test_one_that_a_newer_one_overtakes_says_so_at_once(tmp_path):
             time.sleep(0.01)
         nine.rename(home / "bundles" / "9")  # the agent's
         with pytest.raises(ConfigError, match="release 9 is being taken in"):
-            command.result(timeout=30)
+            command.result(timeout=300)
         assert sorted(path.name for path in (home / "bundles").iterdir()) == ["9"]
         with pytest.raises(ConfigError, match="release 9 is being taken in"):
             run("--home", home, eight)
@@ -165,7 +165,7 @@ def test_one_that_a_newer_one_overtakes_says_so_at_once(tmp_path):
         slots.stage(*source(variant(tmp_path / "10", release=10)))
         slots.switch()  # a rollout's
         with pytest.raises(ConfigError, match="release 10 answers"):
-            command.result(timeout=30)
+            command.result(timeout=300)
 
 
 def test_one_that_nobody_takes_in_waits_in_the_inbox(tmp_path, monkeypatch):

@@ -32,7 +32,7 @@ class Publisher:
         await self.answers.put(message)
 
     async def answer(self):
-        return await asyncio.wait_for(self.answers.get(), 30)
+        return await asyncio.wait_for(self.answers.get(), 300)
 
 
 @contextlib.asynccontextmanager

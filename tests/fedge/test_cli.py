@@ -232,7 +232,7 @@ def test_both_signals_stop_cleanly_with_130(number: signal.Signals, background: 
         assert child.stdout is not None
         assert child.stdout.readline() == "ready\n"
         child.send_signal(number)
-        out, err = child.communicate(timeout=30)
+        out, err = child.communicate(timeout=300)
     assert (child.returncode, out) == (130, "stopped\n")
     assert "Traceback" not in err
 

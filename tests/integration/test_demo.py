@@ -101,7 +101,7 @@ def test_nothing_is_left_when_the_demo_is_killed(tmp_path: Path) -> None:
         running = [*psutil.Process(demo.pid).children(recursive=True)]
         assert len(running) >= 6, "broker, coordinator and four agents"
         os.kill(demo.pid, signal.SIGKILL)
-    _, alive = psutil.wait_procs(running, timeout=60)
+    _, alive = psutil.wait_procs(running, timeout=300)
     assert not alive
 
 

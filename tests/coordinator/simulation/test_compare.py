@@ -190,7 +190,7 @@ def children_of(pid: int) -> list[int]:
 def test_ctrl_c_ends_all_processes_and_keeps_what_is_done(tmp_path: Path) -> None:
     out = tmp_path / "out"
     command = [sys.executable, "-m", "fedge.cli", "compare", "--methods", "local,fedge", "--seeds", "0", "--jobs", "2"]
-    command += ["--devices", "4", "--samples", "300", "--rounds", "3000", "--out", str(out)]
+    command += ["--devices", "4", "--samples", "300", "--rounds", "600", "--out", str(out)]
     command += ["--local-steps", "1"]
     with subprocess.Popen(
         command, stderr=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": str(tmp_path)}
@@ -200,9 +200,9 @@ def test_ctrl_c_ends_all_processes_and_keeps_what_is_done(tmp_path: Path) -> Non
         children = children_of(run.pid)
         assert children
         run.send_signal(signal.SIGINT)
-        assert run.wait(timeout=60) == 130
+        assert run.wait(timeout=300) == 130
         assert "Traceback" not in run.stderr.read()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 300
     while alive := [child for child in children if Path(f"/proc/{child}").exists()]:
         assert time.monotonic() < deadline, alive
         time.sleep(0.05)
