@@ -117,6 +117,7 @@ class Uploads:
             file.unlink(missing_ok=True)
 
     async def _check(self, ref: BlobRef, layout: Layout | None, file: Path) -> None:
+        _require_size(ref, file)
         if layout is not None:
             self.norms[ref] = await self._pool.norms(file, ref.codec, layout)
 
@@ -136,6 +137,12 @@ class Uploads:
                     raise
                 return False
         return True
+
+
+def _require_size(ref: BlobRef, file: Path) -> None:
+    """Refuse a false size of bytes that were there before: other devices may be given this reference."""
+    if (size_bytes := file.stat().st_size) != ref.size_bytes:
+        raise ProtocolError("wrong-size", f"{ref.digest} has {size_bytes} bytes, not {ref.size_bytes}")
 
 
 def answer_to(order: Order, action: Action, report: Report, task: TaskSpec, signed: Plain | Signed) -> Result:

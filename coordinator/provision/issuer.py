@@ -210,14 +210,25 @@ class Issuer:
         """Certify a new member, or one whose certificate was revoked.
 
         Raises:
-            ConfigError: it has a valid one: two devices with one name would disconnect each other.
+            ConfigError: it has a valid one: two devices with one name would disconnect each other; or one of the two
+                names would be that of a device behind the other, a relay (RELAY.DEVICE).
         """
         with self._alone():
+            self._require_own_name(subject)
             member = self.members.members.get(subject.name)
             if member is not None and member.revoked is None:
                 again = f"if it was lost, `fedge provision revoke {subject.name}` first"
                 raise ConfigError(f"{subject.name} has a certificate already; {again}")
             return self.issue(subject, key)
+
+    def _require_own_name(self, subject: Subject) -> None:
+        present = {name: member.role for name, member in self.members.members.items() if member.revoked is None}
+        pairs = [(relay, subject.name) for relay, role in present.items() if role is Role.RELAY]
+        if subject.role is Role.RELAY:
+            pairs += [(subject.name, name) for name in present]
+        for relay, name in pairs:
+            if name.startswith(f"{relay}."):
+                raise ConfigError(f"{name} would be a device behind the relay {relay}: give another name")
 
     def renew(self, device: str, name: str, key: ec.EllipticCurvePublicKey) -> x509.Certificate:
         """A device's next certificate: a new one for its present key, or the last if that is recent.

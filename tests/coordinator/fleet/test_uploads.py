@@ -4,11 +4,13 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from coordinator.blobs import Blobs
 from coordinator.fleet import uploads
 from coordinator.fleet.uploads import Uploads
 from fedge.broker import LocalBroker
+from fedge.errors import ProtocolError
 from fedge.messages import BlobRef
 from fedge.topics import Topics
 from tests.support.broker import transport
@@ -33,3 +35,20 @@ async def test_a_silent_device_gives_its_place_to_the_next_until_it_is_not_waite
         assert set(fetching.norms) == {update}
         wanted = False
         assert not await silent
+
+
+async def test_a_device_that_names_bytes_of_another_has_to_say_how_many_there_are(
+    one_broker: LocalBroker, tmp_path: Path
+) -> None:
+    """They are there already, and the reference would go on to other devices, which could never fetch it."""
+    link = transport(one_broker, "intake")
+    blobs = Blobs(tmp_path / "blobs")
+    fetching = Uploads(link, blobs, blobs, Topics("f"), LAYOUT, lambda _, payload: payload)
+    async with link, RawDevice(one_broker, "first", tmp_path) as first:
+        update = first.trained(0.5).update
+        assert await fetching.fetch(update, "first", LAYOUT)
+        for size_bytes in (1, update.size_bytes - 1, 2**40):
+            for layout in (LAYOUT, None):
+                with pytest.raises(ProtocolError, match="wrong-size"):
+                    await fetching.fetch(replace(update, size_bytes=size_bytes), "second", layout)
+        assert await fetching.fetch(update, "second", LAYOUT)

@@ -153,6 +153,23 @@ def test_a_name_is_given_once_and_again_after_it_was_revoked(authority: Authorit
     assert revoked_in(authority.folder / "broker") == {first.serial_number, second.serial_number}
 
 
+def test_no_name_is_that_of_a_device_behind_a_relay(authority: Authority, tmp_path: Path) -> None:
+    issuer = authority.issuer
+    issuer.equip_relay("north", tmp_path / "north")
+    for add in (lambda name: enlist(authority, name), lambda name: issuer.equip_relay(name, tmp_path / name)):
+        with pytest.raises(ConfigError, match="behind the relay north"):
+            add("north.cam1")
+    for name in ("northern", "south.cam1"):
+        enlist(authority, name)
+    with pytest.raises(ConfigError, match=r"south\.cam1 .* behind the relay south"):
+        issuer.equip_relay("south", tmp_path / "south")
+    assert "south" not in issuer.members.members
+    issuer.revoke("south.cam1")
+    issuer.equip_relay("south", tmp_path / "south")
+    issuer.revoke("north")
+    enlist(authority, "north.cam1")
+
+
 def test_a_certificate_leaves_the_list_a_year_after_it_expired(authority: Authority) -> None:
     first = enlist(authority, "cam1")
     authority.issuer.revoke("cam1")

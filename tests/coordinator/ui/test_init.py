@@ -156,6 +156,18 @@ async def test_under_another_name_reading_takes_the_token_on_this_machine_too(ht
     assert told.status == 200
 
 
+async def test_a_header_of_any_bytes_is_no_token(store: Store, tmp_path: Path) -> None:
+    assert store
+    async with page(tmp_path, "127.0.0.1") as shown:
+        for header in (b"Authorization: Bearer " + TOKEN.encode() + b"\xff", b"Authorization: \xff"):
+            reader, writer = await asyncio.open_connection("127.0.0.1", shown._port)
+            writer.write(
+                b"GET /metrics HTTP/1.1\r\nHost: proxy.example\r\nConnection: close\r\n" + header + b"\r\n\r\n"
+            )
+            assert (await reader.read()).startswith(b"HTTP/1.1 401 ")
+            writer.close()
+
+
 async def test_a_page_without_a_certificate_says_that_the_token_is_in_clear(
     store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
