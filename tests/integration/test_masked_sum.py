@@ -48,7 +48,7 @@ async def test_the_others_are_summed(one_broker: LocalBroker, tmp_path: Path) ->
         method="fedavg",
         rounds=1,
         devices=len(DEVICES),
-        deadline_s=10.0,
+        deadline_s=30.0,
         average="mean",
         masking=True,
     )
