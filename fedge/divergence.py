@@ -10,21 +10,21 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 
-def divergence(s: ArrayLike, r: ArrayLike, *, gamma: float = 1.0) -> NDArray[np.float64]:
-    """D_raw(s, r) = sum_c h(p_c, o_c) + gamma * mean_c h(s_c, r_c), with p and o the profiles divided by their sums.
+def divergence(s: ArrayLike, r: ArrayLike) -> NDArray[np.float64]:
+    """D_raw(s, r) = sum_c h(p_c, o_c) + mean_c h(s_c, r_c), with p and o the profiles divided by their sums.
 
-    Symmetric, 0 for equal profiles, at most (1 + gamma) * ln 2; its root obeys the triangle inequality.
+    Only the second term sees the overall level of sparsity. D_raw is symmetric, 0 for equal profiles, and at most
+    2 ln 2; its root obeys the triangle inequality.
 
     Args:
         s: (..., q) profile, shares in [0, 1]; leading axes broadcast against those of `r`.
         r: (..., q) profile, the same q >= 1.
-        gamma: weight of the second term, which unlike the first sees the overall level of sparsity; >= 0.
 
     Returns:
         (...) float64, in nats.
 
     Raises:
-        ValueError: the profiles differ in length, are empty, not finite or outside [0, 1], or gamma is negative.
+        ValueError: the profiles differ in length, are empty, not finite, or outside [0, 1].
 
     Source: fedepc.md section 4.1, Eq. (3)-(4).
 
@@ -34,11 +34,9 @@ def divergence(s: ArrayLike, r: ArrayLike, *, gamma: float = 1.0) -> NDArray[np.
     first, second = _profiles(s), _profiles(r)
     if first.shape[-1] != second.shape[-1]:
         raise ValueError(f"profiles of {first.shape[-1]} and {second.shape[-1]} units cannot be compared")
-    if not gamma >= 0:
-        raise ValueError(f"gamma must be at least 0, not {gamma}")
     pattern = _element(_distribution(first), _distribution(second)).sum(axis=-1)
     level = _element(first, second).mean(axis=-1)
-    return np.asarray(pattern + gamma * level)
+    return np.asarray(pattern + level)
 
 
 def _profiles(values: ArrayLike) -> NDArray[np.float64]:

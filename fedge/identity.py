@@ -316,13 +316,10 @@ class Authority:
         return out_of_date(certificate, datetime.now(UTC))
 
     def _foreign(self, certificate: x509.Certificate) -> str:
-        from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+        from fedge.certificates import is_issued_by
 
-        for ca in self._certificates:
-            with contextlib.suppress(ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm):
-                certificate.verify_directly_issued_by(ca)
-                return ""
-        return f"it was not issued by the authority in {self._file}"
+        ours = any(is_issued_by(certificate, ca) for ca in self._certificates)
+        return "" if ours else f"it was not issued by the authority in {self._file}"
 
 
 def trouble_with(cert_file: str, ca_file: str) -> str:

@@ -472,7 +472,6 @@ class Receiver:
         *,
         durable: bool = True,
         max_bytes: int = MAX_BLOB_BYTES,
-        stall_s: float = STALL_S,
         seal: Callable[[str, bytes], bytes] = lambda _, payload: payload,
     ) -> None:
         self._transport = transport
@@ -480,7 +479,6 @@ class Receiver:
         self._seal = seal
         self._durable = durable
         self._max_bytes = max_bytes
-        self._stall_s = stall_s
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._fetches: set[_Fetch] = set()
         self._pace = _Pace()
@@ -525,7 +523,7 @@ class Receiver:
             if ref.digest in self._folder:
                 return
             part = _Part(self._folder, ref, durable=self._durable)
-            fetch = _Fetch(ref, part, self._stall_s, self._pace)
+            fetch = _Fetch(ref, part, self._pace)
             self._fetches.add(fetch)
             try:
                 await self._transfer(fetch, chunks, wants, device_id, patience_s)
@@ -599,10 +597,9 @@ class _Pace:
 class _Fetch:
     """An incoming transfer: its decisions, its file, the task that fills it, and its alarm clock."""
 
-    def __init__(self, ref: BlobRef, part: _Part, stall_s: float, pace: _Pace) -> None:
+    def __init__(self, ref: BlobRef, part: _Part, pace: _Pace) -> None:
         self.ref = ref
         self.receiving = Receiving(ref.size_bytes, part.have)
-        self.receiving.patience_s = stall_s
         self.listening = _drawn()
         """Drawn anew when what is on its way to us may be lost: then the sender takes us for somebody new."""
         self.progress = asyncio.Event()

@@ -191,19 +191,18 @@ def _own(device: Device, model: Model) -> Installed:
 # ------------------------------------------------------------------------------------------- section 6: denoising
 
 
-def confidences(outputs: Array, own: int, temperature: float = 1.0) -> Array:
-    """Eq. 10-12: conf[l] = mean_i T ln sum_d exp(v[d] / T), (M,); v: product of unit outputs of l and the own expert.
+def confidences(outputs: Array, own: int) -> Array:
+    """Eq. 10-12, T = 1: conf[l] = mean_i ln sum_d exp(v[d]), (M,); v: product of unit outputs of l and the own expert.
 
     Args:
         outputs: H, (n, M, O), n >= 1. A norm below 1e-12 gives v = 0, a value that is not finite -inf.
         own: j.
-        temperature: T > 0.
     """
     with np.errstate(invalid="ignore", over="ignore"):
         norms = np.linalg.norm(outputs, axis=2, keepdims=True)
         units = np.divide(outputs, norms, out=np.zeros_like(outputs), where=norms >= NO_NORM)
         v = units * units[:, own : own + 1]
-        conf = temperature * np.logaddexp.reduce(v / temperature, axis=2).mean(axis=0)
+        conf = np.logaddexp.reduce(v, axis=2).mean(axis=0)
     return np.where(np.isfinite(conf) & np.isfinite(outputs).all(axis=(0, 2)), conf, -np.inf)
 
 
@@ -261,7 +260,7 @@ def train_gate(
     n_batches = action.epochs * math.ceil(len(y) / min(BATCH_SIZE, len(y)))
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        network = gate_network(g.shape[1], len(keep), action.own if anchored else None, DROPOUT)
+        network = gate_network(g.shape[1], len(keep), action.own if anchored else None)
         optimiser = torch.optim.SGD(network.parameters(), lr=LEARNING_RATE)
         rng = np.random.default_rng(seed)
         for _, batch in zip(range(n_batches), batches(len(y), BATCH_SIZE, rng), strict=False):
@@ -282,12 +281,12 @@ def train_gate(
     )
 
 
-def gate_network(n_inputs: int, n_experts: int, own: int | None, dropout: float) -> nn.Sequential:
+def gate_network(n_inputs: int, n_experts: int, own: int | None) -> nn.Sequential:
     """F - 128 - 256 - 128 - M, LeakyReLU, dropout after each; orthogonal weights. `own`: preset "anchored"."""
     sizes = (n_inputs, *WIDTHS)
     layers: list[nn.Module] = []
     for a, b in zip(sizes, WIDTHS, strict=False):
-        layers += [nn.Linear(a, b), nn.LeakyReLU(SLOPE), nn.Dropout(dropout)]
+        layers += [nn.Linear(a, b), nn.LeakyReLU(SLOPE), nn.Dropout(DROPOUT)]
     last = nn.Linear(WIDTHS[-1], n_experts)
     network = nn.Sequential(*layers, last)
     for layer in network:

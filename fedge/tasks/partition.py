@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -14,7 +13,7 @@ from typing import Any, Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from fedge import images, preprocess
+from fedge import preprocess
 from fedge.errors import ConfigError
 from fedge.task import TEST, TRAIN, VALIDATION, TaskSpec
 from fedge.tasks import partitioners
@@ -179,8 +178,8 @@ def share_data(task: TaskSpec, share: Share) -> DeviceData:
     )
 
 
-def write_share(share: Share, path: Path, classes: tuple[str, ...] | None = None) -> None:
-    """Write a share as a real device's data: an .npz file, or with `classes` a folder of PNG images per class."""
+def write_share(share: Share, path: Path) -> None:
+    """Write a share as a real device's data, an .npz file."""
     x = np.concatenate([share.x_train, share.x_val, share.x_test])
     y = np.concatenate([share.y_train, share.y_val, share.y_test])
     parts = (TRAIN, VALIDATION, TEST)
@@ -188,11 +187,8 @@ def write_share(share: Share, path: Path, classes: tuple[str, ...] | None = None
     marks = np.zeros(len(y), dtype=np.bool_)
     own = share.sensitive if share.sensitive_val is None else np.concatenate([share.sensitive, share.sensitive_val])
     marks[: len(own)] = own
-    if classes is None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        np.savez(path, x=x, y=y, split=split, sensitive=marks)
-    else:
-        _write_folder(path, x, [classes[label] for label in y], split, marks)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    np.savez(path, x=x, y=y, split=split, sensitive=marks)
 
 
 def _require_blocks(units: Units, owners: Ints, n_devices: int) -> None:
@@ -281,19 +277,3 @@ def _turn(pool: Pool, x: NDArray[Any], quarters: int) -> NDArray[Any]:
             f"samples of shape {x.shape[1:]} are not square images: groups cannot turn them; use dirichlet"
         )
     return np.ascontiguousarray(np.rot90(x, quarters, axes=(height, width)))
-
-
-def _write_folder(
-    folder: Path, x: NDArray[Any], names: list[str], split: NDArray[np.int64], marks: NDArray[np.bool_]
-) -> None:
-    from PIL import Image
-
-    paths = [f"{name}/{number:05}.png" for number, name in enumerate(names)]
-    for path, image in zip(paths, x, strict=True):
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(image).save(folder / path)
-    parts = {"val": VALIDATION, "test": TEST}
-    lists = {part: [paths[i] for i in np.flatnonzero(split == number)] for part, number in parts.items()}
-    (folder / images.SPLIT_FILE).write_text(json.dumps(lists), encoding="utf-8")
-    marked = [paths[i] for i in np.flatnonzero(marks)]
-    (folder / images.SENSITIVE_FILE).write_text("".join(f"{path}\n" for path in marked), encoding="utf-8")

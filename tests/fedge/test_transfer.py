@@ -664,22 +664,24 @@ async def test_two_fetches_of_one_blob_share_the_work(broker, tmp_path):
         assert wanted == [(0, len(data))]
 
 
-async def test_lost_want_is_asked_again(broker, tmp_path):
+async def test_lost_want_is_asked_again(broker, tmp_path, monkeypatch):
+    monkeypatch.setattr("fedge.transfer.STALL_S", 0.2)
     data = os.urandom(100_000)
     up = BlobFolder(tmp_path / "up")
     up.put(data)
     link = transport(broker, "agent")
-    receiver = Receiver(link, BlobFolder(tmp_path / "down"), stall_s=0.2)
+    receiver = Receiver(link, BlobFolder(tmp_path / "down"))
     async with serving(broker, up, lose={0, 1}), link:
         assert (await fetch(receiver, a_ref(data))).read_bytes() == data
 
 
-async def test_a_stalled_fetch_says_that_it_lacks_what_was_sent(mosquitto, tmp_path):
+async def test_a_stalled_fetch_says_that_it_lacks_what_was_sent(mosquitto, tmp_path, monkeypatch):
     """Its Wants bear one number until nothing comes any more, and another one then."""
+    monkeypatch.setattr("fedge.transfer.STALL_S", 0.5)
     data = os.urandom(ASK_BYTES + 1_000_000)
     ref = a_ref(data)
     link, other = transport(mosquitto, "agent"), transport(mosquitto, "sender")
-    receiver = Receiver(link, BlobFolder(tmp_path), stall_s=0.5)
+    receiver = Receiver(link, BlobFolder(tmp_path))
     numbers: list[int] = []
     stalled = asyncio.Event()
 
@@ -705,26 +707,28 @@ async def test_a_stalled_fetch_says_that_it_lacks_what_was_sent(mosquitto, tmp_p
     assert 0 not in numbers
 
 
-async def test_sender_that_comes_late(broker, tmp_path):
+async def test_sender_that_comes_late(broker, tmp_path, monkeypatch):
+    monkeypatch.setattr("fedge.transfer.STALL_S", 0.2)
     data = os.urandom(100_000)
     up = BlobFolder(tmp_path / "up")
     up.put(data)
     link = transport(broker, "agent")
-    receiver = Receiver(link, BlobFolder(tmp_path / "down"), stall_s=0.2)
+    receiver = Receiver(link, BlobFolder(tmp_path / "down"))
     async with link:
         waiting = asyncio.create_task(fetch(receiver, a_ref(data)))
         async with serving(broker, up):
             assert (await waiting).read_bytes() == data
 
 
-async def test_cancelled_fetch_is_resumed_not_begun_again(broker, tmp_path):
+async def test_cancelled_fetch_is_resumed_not_begun_again(broker, tmp_path, monkeypatch):
     """The first sender has only the first megabyte; the second is asked for the rest alone."""
+    monkeypatch.setattr("fedge.transfer.STALL_S", 0.2)
     data = os.urandom(2_000_000)
     up, down = BlobFolder(tmp_path / "up"), BlobFolder(tmp_path / "down")
     up.put(data)
     half = 1_000_000
     link = transport(broker, "agent")
-    receiver = Receiver(link, down, stall_s=0.2)
+    receiver = Receiver(link, down)
     async with link:
         first = asyncio.create_task(fetch(receiver, a_ref(data)))
         record = tmp_path / "down" / f"{digest_of(data)}.ranges"
@@ -744,7 +748,8 @@ async def test_cancelled_fetch_is_resumed_not_begun_again(broker, tmp_path):
             assert min(start for start, _ in wanted) == half
 
 
-async def test_wrong_bytes_are_thrown_away_and_fetched_again(broker, tmp_path, caplog):
+async def test_wrong_bytes_are_thrown_away_and_fetched_again(broker, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("fedge.transfer.STALL_S", 0.3)
     data = os.urandom(100_000)
     lies = iter([bytes(100_000)] * 2)
 
@@ -752,16 +757,17 @@ async def test_wrong_bytes_are_thrown_away_and_fetched_again(broker, tmp_path, c
         return next(lies, data)
 
     link = transport(broker, "agent")
-    receiver = Receiver(link, BlobFolder(tmp_path / "down"), stall_s=0.3)
+    receiver = Receiver(link, BlobFolder(tmp_path / "down"))
     async with serving(broker, None, damage=source), link:
         assert (await fetch(receiver, a_ref(data))).read_bytes() == data
     assert caplog.text.count("event=digest_mismatch") == 1
 
 
-async def test_always_wrong_bytes_are_given_up_by_name(broker, tmp_path):
+async def test_always_wrong_bytes_are_given_up_by_name(broker, tmp_path, monkeypatch):
+    monkeypatch.setattr("fedge.transfer.STALL_S", 0.3)
     ref = a_ref(os.urandom(100_000))
     link = transport(broker, "agent")
-    receiver = Receiver(link, BlobFolder(tmp_path / "down"), stall_s=0.3)
+    receiver = Receiver(link, BlobFolder(tmp_path / "down"))
     async with serving(broker, None, damage=lambda digest: bytes(100_000)), link:
         with pytest.raises(ProtocolError) as caught:
             await fetch(receiver, ref)
@@ -776,11 +782,12 @@ async def test_oversized_blob_is_not_even_asked_for(broker, tmp_path):
     assert caught.value.name == "oversized"
 
 
-async def test_bad_chunks_change_nothing(broker, tmp_path, caplog):
+async def test_bad_chunks_change_nothing(broker, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("fedge.transfer.STALL_S", 0.3)
     data = os.urandom(1000)
     digest = digest_of(data)
     link = transport(broker, "agent")
-    receiver = Receiver(link, BlobFolder(tmp_path), stall_s=0.3)
+    receiver = Receiver(link, BlobFolder(tmp_path))
     async with link:
         running = asyncio.create_task(fetch(receiver, a_ref(data)))
         record = tmp_path / f"{digest}.ranges"
@@ -840,12 +847,13 @@ async def test_blob_that_vanishes_while_wanted_ends_nothing(broker, tmp_path, ca
     assert "event=chunk_failed" in caplog.text
 
 
-async def test_broker_killed_in_mid_transfer(broker, tmp_path):
+async def test_broker_killed_in_mid_transfer(broker, tmp_path, monkeypatch):
+    monkeypatch.setattr("fedge.transfer.STALL_S", 1.0)
     data = os.urandom(6_000_000)
     up, down = BlobFolder(tmp_path / "up"), BlobFolder(tmp_path / "down")
     up.put(data)
     link = transport(broker, "agent")
-    receiver = Receiver(link, down, stall_s=1.0)
+    receiver = Receiver(link, down)
     async with serving(broker, up), link:
         running = asyncio.create_task(fetch(receiver, a_ref(data)))
         record = tmp_path / "down" / f"{digest_of(data)}.ranges"

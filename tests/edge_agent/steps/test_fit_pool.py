@@ -33,17 +33,11 @@ from fedge.tensors import BASE, HEAD, to_bytes
 from tests.support.orders import TASK, Blobs, D, device_data, manifest_of, order, roles_of, worker
 
 
-@pytest.mark.parametrize(
-    ("temperature", "wanted"),
-    [
-        (1.0, [1.173147, 0.953262, 0.804178, 0.693147, 1.202915]),
-        (0.05, [0.514657, 0.640000, 0.480000, 0.034657, 0.640185]),
-    ],
-)
-def test_worked_energies(temperature, wanted) -> None:
+def test_worked_energies() -> None:
+    wanted = [1.173147, 0.953262, 0.804178, 0.693147, 1.202915]
     others = [(4, 3), (-3, 4), (4, -3), (0, 0), (6, 8)]
     outputs = np.array([[(3, 4), *others]], float)
-    np.testing.assert_allclose(confidences(outputs, 0, temperature)[1:], wanted, atol=5e-7)
+    np.testing.assert_allclose(confidences(outputs, 0)[1:], wanted, atol=5e-7)
 
 
 def test_worked_mass_on_experts_that_are_right() -> None:
@@ -65,7 +59,7 @@ def test_worked_mass_on_experts_that_are_right() -> None:
 def test_worked_way_from_outputs_to_logits() -> None:
     """Four heads, the own one first, one sample; a dropped expert has no weight, however large its z is."""
     outputs = np.array([[(3, 4), (4, 3), (-3, 4), (4, -3)]], float)
-    keep = denoised(confidences(outputs, 0, 1.0), 0, 0.5, np.ones(4, bool))
+    keep = denoised(confidences(outputs, 0), 0, 0.5, np.ones(4, bool))
     assert keep.tolist() == [True, True, True, False]
     z = np.where(keep, [[1.0, 2.0, 0.5, 3.0]], -np.inf)
     alpha = np.exp(z) / np.exp(z).sum()
@@ -85,14 +79,7 @@ def test_scaling_an_expert_changes_no_confidence(outputs, factor, which) -> None
     outputs[norms < 1e-6] = 1.0
     scaled = outputs.copy()
     scaled[:, which] *= factor
-    np.testing.assert_allclose(confidences(scaled, 0, 1.0), confidences(outputs, 0, 1.0), atol=1e-9)
-
-
-def test_high_temperature_ranks_by_cosine() -> None:
-    outputs = np.random.default_rng(0).normal(size=(1, 6, 4))
-    units = outputs[0] / np.linalg.norm(outputs[0], axis=1, keepdims=True)
-    conf = confidences(outputs, 2, 1e5)
-    np.testing.assert_allclose(4 * (conf - 1e5 * np.log(4)), units @ units[2], atol=1e-3)
+    np.testing.assert_allclose(confidences(scaled, 0), confidences(outputs, 0), atol=1e-9)
 
 
 def test_worked_denoising_and_its_count() -> None:
@@ -119,14 +106,14 @@ def test_the_own_expert_survives_and_the_right_number_goes(values, ratio, data) 
 def test_what_is_not_finite_never_survives() -> None:
     outputs = np.ones((2, 3, 2))
     outputs[0, 2, 1] = np.nan
-    conf = confidences(outputs, 0, 1.0)
+    conf = confidences(outputs, 0)
     assert conf[2] == -np.inf
     assert denoised(conf, 0, 0.0, np.ones(3, bool)).tolist() == [True, True, False]
 
 
 def test_the_gate_starts_orthogonal_and_anchored_on_the_own_expert() -> None:
     torch.manual_seed(0)
-    network = gate_network(64, 17, 3, 0.1)
+    network = gate_network(64, 17, 3)
     for layer in [m for m in network if isinstance(m, nn.Linear)][:-1]:
         w = layer.weight.detach()
         square = w @ w.T if w.shape[0] <= w.shape[1] else w.T @ w
@@ -143,7 +130,7 @@ def test_the_gate_starts_orthogonal_and_anchored_on_the_own_expert() -> None:
 
 def test_the_gate_of_512_inputs_and_20_experts_has_the_size_of_the_specification() -> None:
     """pm_moe.md section 8."""
-    sizes = [p.numel() for p in gate_network(512, 20, None, 0.1).parameters()]
+    sizes = [p.numel() for p in gate_network(512, 20, None).parameters()]
     assert sum(sizes) == 134_164
     layers = [weight + bias for weight, bias in zip(sizes[::2], sizes[1::2], strict=True)]
     assert layers == [128 * 512 + 128, 33_024, 32_896, 129 * 20]
@@ -337,7 +324,7 @@ def test_the_bundle_has_the_gate_that_was_trained(tmp_path) -> None:
 
 def test_gate_logits_are_the_networks() -> None:
     torch.manual_seed(1)
-    network = gate_network(6, 4, None, 0.5).eval()
+    network = gate_network(6, 4, None).eval()
     layers = [layer for layer in network if isinstance(layer, nn.Linear)]
     from export import PoolGate
 

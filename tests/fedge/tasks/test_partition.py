@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fedge.errors import ConfigError
 from fedge.task import TaskSpec
-from fedge.tasks import Pool, Share, device_data, partition, pool, set_apart, share_data, task_spec, write_share
+from fedge.tasks import Pool, Share, device_data, partition, pool, set_apart, share_data, write_share
 from fedge.tasks.partition import MIN_SAMPLES, How
 from fedge.tasks.partitioners import Milder, Sizes
 
@@ -289,24 +289,6 @@ def test_a_written_share_is_what_the_device_reads(tmp_path: Path) -> None:
             assert np.array_equal(getattr(read, field), getattr(direct, field))
         with np.load(file) as archive:
             assert np.array_equal(archive["x"][archive["split"] == 2], share.x_test)
-
-
-def test_a_written_folder_of_images_is_what_the_device_reads(tmp_path: Path) -> None:
-    digits = pool("digits", limit=60)
-    images = np.repeat(np.kron(digits.x * 15, np.ones((4, 4), np.uint8))[..., np.newaxis], 3, axis=-1)
-    (share,) = deal(Pool(images, digits.y, digits.spec), 1)
-    write_share(share, tmp_path / "all", digits.spec.classes)
-    task = task_spec("image-folder", tmp_path / "all")
-    assert task.classes == digits.spec.classes
-    read, direct = device_data(task, tmp_path / "all", seed=0), share_data(task, share)
-
-    def rows(x: np.ndarray, *more: np.ndarray) -> list[bytes]:
-        return sorted(
-            row.tobytes() + str(rest).encode() for row, *rest in zip(x, *(m.tolist() for m in more), strict=True)
-        )
-
-    assert rows(read.x_train, read.y_train, read.sensitive) == rows(direct.x_train, direct.y_train, direct.sensitive)
-    assert rows(read.x_val, read.y_val) == rows(direct.x_val, direct.y_val)
 
 
 def test_shares_leave_the_pool_alone() -> None:
