@@ -21,7 +21,7 @@ from deploy.runtime import Prediction, Runtime
 from deploy.statistics import Statistics
 
 MAX_WAITING_BYTES: Final = 64 << 20
-"""Of the samples that wait, whatever their number."""
+"""Limit of the bytes of waiting samples, whatever their number."""
 
 Answer = tuple[Runtime, Prediction]
 

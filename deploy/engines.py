@@ -51,7 +51,7 @@ MOST_SUBSETS: Final = 256
 """Sets of candidates whose formula is kept."""
 
 ROUNDING: Final = 1e-4
-"""An energy that is above its bound by no more, relative to it, is not above: another engine recorded the bound."""
+"""Relative tolerance of an energy's bound, which another engine recorded."""
 
 
 RuntimeOption = Annotated[EngineChoice, Meta(description="Engine (docs/runtime.md); lazy and int8 are approximate.")]

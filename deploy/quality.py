@@ -22,9 +22,9 @@ BATCH: Final = 64
 TIMED: Final = 30
 """Single samples that are timed."""
 MAX_COMPARED: Final = 1000
-"""Labelled samples after which a bundle is as good as the one before, for all that they say."""
+"""Labelled samples after which the comparison with the previous bundle ends."""
 ERROR: Final = 0.01
-"""Probability with which a bundle that is as good as the one before is taken for a worse one, ever."""
+"""Probability that a bundle as good as the previous one is ever judged worse."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Measured:
 
 @dataclass(slots=True)
 class Paired:
-    """Two bundles on the same labelled samples, told apart by those that only one gets right."""
+    """Compares two bundles on the same labelled samples by those that only one gets right."""
 
     n: int = 0
     lost: int = 0  # only the previous bundle is right

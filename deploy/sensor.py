@@ -22,12 +22,12 @@ from fedge.transport import Inbound, Transport
 log = logging.getLogger("fedge.deploy")
 
 MAX_OPEN: Final = 32
-"""Samples that are being answered; the broker keeps the others back."""
+"""Samples being answered at a time; the broker holds back the others."""
 MAX_LEVELS: Final = 32
-"""Of the topic that an answer goes to: a broker may close the connection on a topic of more than it takes (Mosquitto:
-200), and again whenever the message is repeated."""
+"""Levels of an answer's topic. A broker may close the connection on a topic of more than it takes (Mosquitto: 200), and
+again whenever the message is repeated."""
 EXPIRES_S: Final = 60
-"""A sensor that has not fetched its answer by then has asked again."""
+"""Lifetime of an answer: a sensor that has not fetched it by then has asked again."""
 
 
 class Sensor:

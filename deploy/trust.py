@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from tuf.ngclient import FetcherInterface, Updater
 
 MAX_METADATA_BYTES: Final = 1 << 20
-"""Of one file of the repository; no device fetches a larger one."""
+"""Limit of one file of metadata; devices fetch no larger one."""
 CLOCK_SLACK_S: Final = 3600.0
 """How far the clock may lie before the last verification: a clock that was lost cannot tell what has expired."""
 

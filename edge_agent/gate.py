@@ -25,7 +25,7 @@ STEPS: Final = 150
 LEARNING_RATE: Final = 0.02
 DECAY: Final = 0.03
 _SMALLEST_SPREAD: Final = 0.1
-"""Of the mean spread: an input that hardly varies here must not be blown up where it does."""
+"""Lower bound, relative to the mean spread: an input that hardly varies here must not be blown up elsewhere."""
 
 
 def train_gate(

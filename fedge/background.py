@@ -17,7 +17,7 @@ T = TypeVar("T")
 INTERRUPTED: Final = 130
 """Exit code of a process that SIGINT or SIGTERM has ended, as a shell gives it."""
 STOP_S: Final = 4.0
-"""Who asked a process to stop waits no longer for it. Whatever is accepted is durable, so that it may end anywhere."""
+"""Time in which a process stops. What it has accepted is durable, so it may end anywhere."""
 
 
 def on_signal(act: Callable[[], object], *, within_s: float | None = None) -> None:

@@ -31,9 +31,9 @@ UNREADABLE: Final = (
 )
 """What `cryptography` raises of certificates, requests and lists whose bytes are anything."""
 RENEW_AT: Final = 2 / 3
-"""Share of its life after which a certificate or a list of revoked ones is made anew."""
+"""Share of its life after which a certificate or a revocation list is renewed."""
 WARN_AT: Final = 3 / 4
-"""Share after which somebody is told that this did not happen."""
+"""Share after which a warning says that this did not happen."""
 Dated = x509.Certificate | x509.CertificateRevocationList
 
 

@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 FAILURES: Final = {b"failed": ConfigError, b"broken": StoreError}
 LOOK_S: Final = 0.05
-"""How often it is looked whether to stop."""
+"""Interval at which `stop` is polled."""
 END_S: Final = 5.0
 """A child that has broken the connection has ended by then, or is killed."""
 

@@ -28,7 +28,7 @@ log = logging.getLogger("fedge")
 COPY_BYTES: Final = 1 << 20
 """Read and written at a time."""
 LEFT_S: Final = 24 * 3600.0
-"""Age at which nobody fills an unfinished folder any more."""
+"""Age at which an unfinished folder counts as abandoned."""
 
 DAMAGED: Final = (IsADirectoryError, NotADirectoryError, ValueError, *MALFORMED)
 """What reading a damaged file raises, `errno.EIO` aside: something else lies there, or its bytes are wrong."""

@@ -25,14 +25,14 @@ from fedge.text import Worded
 MAX_MESSAGE_BYTES: Final = 60 * 1024
 """No message (chunks of tensors are not messages) is larger: it fits a 64 KiB packet with its topic."""
 MAX_ROOTS: Final = 12
-"""Of a repository in one announcement, some 2 KB each: a device that missed more of them needs one by hand."""
+"""Roots in one announcement, about 2 KB each: a device that missed more of them needs one by hand."""
 
 MAX_SITE: Final = 160
 """Devices behind one relay: with what they say of themselves they fit into its status."""
 BEACON_S: Final = 60.0
-"""Between two beacons of a coordinator."""
+"""Interval of a coordinator's beacons."""
 MAX_LEFT_S: Final = 24 * 3600.0
-"""No order may take longer: one that was forged or lost is over within a day."""
+"""Longest time for an order: a forged or lost one is over within a day."""
 
 Id = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}\Z")]
 OrderId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,199}\Z")]

@@ -12,9 +12,9 @@ from fedge.topics import Topics
 from fedge.transport import Inbound, Transport
 
 REACH_S: Final = 15.0
-"""A broker that has not let us in by then is not there; one without MQTT 5 needs 2 s more than others."""
+"""A broker that has not let us in by then counts as absent; one without MQTT 5 takes 2 s longer than others."""
 QUIET_S: Final = 1.0
-"""A broker that has said nothing for so long has told all that it retains."""
+"""After so long without a message, all retained ones have come."""
 
 
 @contextlib.asynccontextmanager

@@ -44,7 +44,7 @@ MAX_ENVELOPE_BYTES: Final = 3 * 1024
 BEGINS: Final = b"\x95"
 """First byte of an envelope, an array of five in MessagePack; that of a message is an array of two."""
 WITHOUT_CERTIFICATE: Final = "/context"
-"""The most frequent message: whoever takes it has had the certificate with the status."""
+"""The most frequent message carries no certificate: receivers know it from the status."""
 
 
 MAX_LIFE: Final = (1 << 32) - 1

@@ -16,15 +16,15 @@ from fedge.files import write_atomically
 USER: Final = "fedge"
 UNITS: Final = Path("/etc/systemd/system")
 RUNNING: Final = Path("/run/systemd/system")
-"""There where systemd runs this machine."""
+"""Exists if systemd runs this machine."""
 
 _TOGETHER: Final = """\
 User={user}
-# Ready is who serves, or has been let in by the broker, which may be away for long. A stuck loop is started anew.
+# Ready means that it serves, or that the broker has let it in, which may take long. A stuck loop is restarted.
 Type=notify
 TimeoutStartSec=infinity
 WatchdogSec=120
-# SIGTERM ends it within 5 s; what is not done by then is done again.
+# SIGTERM ends it within 5 s; unfinished work is repeated.
 TimeoutStopSec=10
 StateDirectoryMode=0700
 ProtectSystem=strict
@@ -53,24 +53,24 @@ UMask=0077
 """
 
 AGENT: Final = """\
-# Stopped on request is a success; a wrong configuration (2) is not cured by starting again.
+# A stop on request is a success; a restart does not cure a wrong configuration (2).
 SuccessExitStatus=130
 Restart=always
 RestartSec=10
 RestartPreventExitStatus=2
-# The last to get the processor and the first to go when memory is short: nothing is lost, it goes on after a restart.
+# Last to get the processor and first to go when memory is short: it continues after a restart, and nothing is lost.
 Nice=10
 CPUSchedulingPolicy=batch
 IOSchedulingClass=idle
 OOMScoreAdjust=500
-# Training happens in a process of its own: where the kernel ends that one, the agent goes on and says so.
+# Training runs in a separate process: if the kernel kills that one, the agent goes on and reports it.
 OOMPolicy=continue
 MemoryMax=75%
 StateDirectory=fedge
 """
 
 RUNTIME: Final = """\
-# It answers whoever asks, so it has the processor before the agent; without a bundle it ends, and looks again for one.
+# It answers requests, so it gets the processor before the agent. Without a bundle it ends, and looks again later.
 SuccessExitStatus=130
 Restart=always
 RestartSec=30
@@ -79,8 +79,8 @@ StateDirectory=fedge
 """
 
 COORDINATOR: Final = """\
-# It ends with 0 when all rounds are done, and with 130 when it was stopped: both are final. Killed or failed, it goes
-# on from its last durable step. A wrong configuration (2) or a broken disk (4) needs somebody to look.
+# Exit codes 0 (all rounds are done) and 130 (stopped) are final. Killed or failed, it continues from its last durable
+# step. A wrong configuration (2) or a broken disk (4) needs a person.
 SuccessExitStatus=130
 Restart=on-failure
 RestartSec=5

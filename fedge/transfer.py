@@ -87,14 +87,14 @@ RANGE_BYTES: Final = 19
 SENDER_TASKS: Final = 6
 """Chunks being published at a time; leaves room in the transport's window of 8 for messages."""
 GATHER_S: Final = 0.02
-"""Bytes that were published before are held back so long: the rest of a cohort asks within it, and all share one copy.
-Without it, k devices that ask one after the other get k copies each."""
+"""Bytes published before are held back for this long: the rest of a cohort asks within it, and all share one copy.
+Otherwise k devices that ask one after the other get k copies each."""
 SENT_BLOBS: Final = 64
 """Blobs whose published ranges a sender remembers for that purpose."""
 LISTENERS: Final = 1024
-"""Subscriptions to one blob that a sender remembers. Who is forgotten is sent again what is on its way to it."""
+"""Subscriptions to one blob that a sender remembers. A forgotten one is sent again what is already on its way."""
 PART_KEPT_S: Final = 24 * 3600.0
-"""Partial blobs that nobody has gone on with for a day are deleted when a receiver starts."""
+"""Partial blobs untouched for a day are deleted when a receiver starts."""
 READ_BYTES: Final = 1024 * 1024
 
 

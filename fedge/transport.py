@@ -68,8 +68,7 @@ MISC_INTERVAL_S: Final = 1.0
 
 SLOW_AFTER: Final = 3
 SLOW_RETRY_S: Final = 60.0
-"""A broker that has closed on us so often before it let us in is asked again after 30 to 60 s: somebody has to change
-something, but it may be the broker that is repaired."""
+"""After so many early closes a broker is asked again every 30 to 60 s: somebody must change something."""
 CLOSED_EARLY: Final = "the broker closed the connection before it let us in"
 CHECK_TLS: Final = (
     "over TLS a broker does so when it requires a client certificate (require_certificate) and gets none, or one that "
@@ -78,7 +77,7 @@ CHECK_TLS: Final = (
 CHECK_PLAIN: Final = "check that this port speaks MQTT without TLS (with TLS, ca_file is needed), and the broker's log"
 
 THROWN_OFF: Final = 3
-"""After so many connections in a row that broke at once somebody is told what that usually means: no broker says."""
+"""After so many connections in a row that broke at once, the log says what that usually means; no broker does."""
 CHECK_TWICE: Final = (
     "a broker closes at once on one of two that have one client id: look for another process that speaks as this one, "
     "such as two devices of one --id, or one that was started twice"

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from fedge.errors import ConfigError
 
 MIN_SAMPLES: Final = 20
-"""Of a device, unless other is said: enough for a training, a validation and a test part."""
+"""Default minimum per device: enough for a training, a validation and a test part."""
 FEWEST: Final = 4  # two to train on, one held out, one to test
 FEWEST_BLOCKS: Final = 3  # per device: one for each of the three parts
 _REDRAWS: Final = 100
-_MILDER: Final = "so the devices differ less than was asked for; fewer devices, or more samples, would be better"
+_MILDER: Final = "so the devices differ less than requested; use fewer devices or more samples"
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
