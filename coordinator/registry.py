@@ -1,4 +1,4 @@
-"""The devices of a federation, by their retained status and their last context."""
+"""The devices of a federation, by their last status, context and health."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from fedge.errors import ProtocolError
 from fedge.messages import Context, Health, Presence, Status
 
 MAX_DEVICES: Final = 10_000
-"""Ids that are remembered: a client that invents names cannot fill the memory. Those of the last round have a place."""
+"""Most known ids, so that a client that invents names cannot fill the memory. Devices of the last round always fit."""
 LOOK_AGAIN_S: Final = 0.05
-"""Whoever waits for devices looks at all of them so often at most: thousands may come in a second."""
+"""Shortest pause between two looks at all devices while waiting for some: thousands may come in a second."""
 SHOWN: Final = ("phase", "release", "reason", "now", "n_predictions", "n_failed", "drift", "outliers")
-"""Of a Health, to people."""
+"""Fields of a Health that are shown to people."""
 CLOCKS_AGREE_S: Final = 60.0
-"""Clocks that differ by more are shown: nothing of ours depends on them, but certificates, logs and signatures do."""
+"""Larger differences of clocks are shown. Rounds do not depend on them, but certificates, logs and signatures do."""
 
 
 class Kept(Struct, frozen=True, kw_only=True):
-    """What a device said last, and when we heard it (seconds since the epoch by our clock; 0: never)."""
+    """A device's last messages, and when they came (seconds since the epoch by our clock; 0: never)."""
 
     seen_at: float
     context: Context | None = None
@@ -117,7 +117,7 @@ class Registry:
         return status.presence is Presence.ONLINE
 
     def _recall(self, device_id: str, known: _Known) -> None:
-        """Take over what the device said before we were started."""
+        """Restore what the device said before our start."""
         kept = self._kept.pop(device_id, UNHEARD)
         found = [context for context in (kept.context, self._contexts.get(device_id)) if context is not None]
         known.context = max(found, key=lambda context: context.at or 0.0, default=None)
@@ -126,7 +126,7 @@ class Registry:
             self._health.setdefault(device_id, kept.health)
 
     def kept(self) -> dict[str, Kept]:
-        """What a later registry is to know of each device."""
+        """What a later registry needs of each device."""
         own = {
             i: Kept(seen_at=known.seen_at, context=known.context, health=self._health.get(i))
             for i, known in self._known.items()
@@ -201,7 +201,7 @@ class Registry:
         self._changed.set()
 
     def knows(self, device_id: str) -> bool:
-        """Whether this is one of our devices, by what the broker retains."""
+        """Whether this is one of our devices."""
         return device_id in self._known or device_id in self._contexts
 
     def leave_out(self, ids: Iterable[str]) -> None:
@@ -213,7 +213,7 @@ class Registry:
         return {i: known.status.presence for i, known in sorted(self._known.items())}
 
     def behind_relays(self) -> dict[str, Presence]:
-        """The devices behind relays that are there."""
+        """The present devices behind relays."""
         here = (*self.online(), *self.inference_only())
         return {device.id: Presence.ONLINE for device in here if device.via}
 
@@ -223,7 +223,7 @@ class Registry:
         return known.status.presence if known else None
 
     def heard(self, device_id: str, now: float) -> None:
-        """Note that it was heard, at `now` (seconds since the epoch by our clock)."""
+        """Note a message of the device at `now` (seconds since the epoch by our clock)."""
         if device_id in self._known:
             self._known[device_id].seen_at = now
 
@@ -239,7 +239,7 @@ class Registry:
         return found
 
     def wrong_clocks(self) -> dict[str, float]:
-        """Devices whose clocks differ from ours: by how many seconds they are ahead."""
+        """By how many seconds the clocks of devices are ahead of ours, where they differ."""
         found = sorted(self._known.items())
         return {i: round(known.ahead_s) for i, known in found if abs(known.ahead_s) > CLOCKS_AGREE_S}
 

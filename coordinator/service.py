@@ -83,20 +83,20 @@ log = logging.getLogger("fedge.coordinator")
 Observer = Callable[[str, dict[str, Any]], None]
 
 WARN_S: Final = 24 * 3600.0
-"""Between two warnings of a certificate that nobody renews."""
+"""Between two warnings of a certificate that will expire."""
 TELL_S: Final = 1.0
-"""Between two summaries at least, whatever happens."""
+"""Shortest time between two summaries."""
 NOTE_S: Final = 0.2
-"""Events go into the store together, no more often."""
+"""Shortest time between two writes of events to the store."""
 SPARE_S: Final = 60.0
-"""While streamed orders are open an intake may have an update of theirs that nobody else knows of yet."""
+"""While streamed orders are open, an intake may hold an update of theirs that the store does not know yet."""
 RARELY: Final = 50
-"""And so many times as long as one takes to write."""
+"""Or this many times as long as writing one takes."""
 LOOK_S: Final = 0.5
-"""Between two looks whether a paused run may go on."""
-NOT_ANEW: Final = "the method has no clusters that it could make anew now"
+"""Between two checks whether a paused run may continue."""
+NOT_ANEW: Final = "the method has no clusters that it could remake now"
 IDENTITY: Final = ("federation", "method", "task", "seed", "rounds", "options")
-"""What makes a federation another one; `rounds`: those that it began with."""
+"""Settings that identify a federation; `rounds`: those that it began with."""
 NO_OPTIONS: Final[Mapping[str, Option]] = MappingProxyType({})
 METHOD_NAMES: Final = ", ".join(installed_methods())
 
@@ -235,7 +235,7 @@ def start(
 class Length(msgspec.Struct, frozen=True, kw_only=True):
     """The length of a run that was continued after its end.
 
-    total: the last value of --rounds. last: the number of the last training round; ends in between are numbered, too.
+    total: the last value of --rounds. last: the number of the last training round, which counts earlier ends, too.
     """
 
     total: int
@@ -433,7 +433,7 @@ async def serve(
 
 
 def finished(settings: CoordinatorSettings, method: Method[Any], state: State) -> dict[str, Any] | None:
-    """The summary of a run that an earlier process brought to its end; None: there is something to do."""
+    """The summary of a run that an earlier process finished; None: there is work left."""
     if settings.late_joiners or settings.readmit or not method.done(state):
         return None
     with contextlib.suppress(ConfigError, StoreError):
@@ -501,7 +501,7 @@ async def help_out(settings: CoordinatorSettings, task: TaskSpec, store: Store) 
 
 
 def raise_open_files() -> None:
-    """Raise the limit as far as permitted: each update being fetched takes two files."""
+    """Raise the limit of open files as far as permitted: each update being fetched takes two."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
@@ -551,7 +551,7 @@ def write_summary(
 ) -> dict[str, Any]:
     """Write HOME/summary.json: the method's summary, and the counters of transport and store.
 
-    `ended`: the coordinator has come to its end, and hears of no device any more.
+    `ended`: the coordinator is about to end.
     """
     counters, wishes = store.counters(), wishes_in(store)
     summary = {
@@ -582,7 +582,7 @@ def write_summary(
 
 
 def expiring(settings: CoordinatorSettings) -> list[str]:
-    """Parts of our identity that will lock out us or everybody unless renewed in the coming months."""
+    """Warnings of certificates that must be renewed in the coming months."""
     named = settings.by_files()
     if named.ca_file is None or named.cert_file is None:
         return []
@@ -596,7 +596,7 @@ def expiring(settings: CoordinatorSettings) -> list[str]:
 
 @contextlib.asynccontextmanager
 async def warning_daily(settings: CoordinatorSettings) -> AsyncIterator[None]:
-    """Log once a day what is about to expire."""
+    """Log once a day which certificates are about to expire."""
 
     async def warn() -> None:
         while True:

@@ -1,11 +1,11 @@
 """The coordinator's durable state: SQLite or PostgreSQL for events, a content-addressed folder for tensors.
 
 One event is one atomic change, including the key that keeps it from happening twice; pending changes share a
-transaction. Everything is published after its commit. A failed write stops the process (`StoreError`): going on would
-lose an accepted update.
+transaction. Everything is published after its commit. A failed write stops the process (`StoreError`): otherwise an
+accepted update would be lost.
 
-Methods that close orders, or come with answers, return a future that is done when the change is durable; they take
-effect in the order of the calls. All other methods wait themselves.
+Methods for frequent changes return a future that is done when the change is durable; changes take effect in the order
+of the calls. All other methods block.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ UNWANTED: Final = "the run ended before the report came"
 FEDGE_0_1: Final = 1
 """Schema of the stores of fedge 0.1."""
 RECALLED_ROUNDS: Final = 8
-"""Rounds whose reports tell, after a start, how fast devices are and what last went wrong on them."""
+"""Rounds whose reports show, after a restart, how fast devices are and their last problems."""
 NOBODY: Final = msgspec.msgpack.encode([])
 OFFERED: Final = "offered"
-"""What servers of models may send (`Store.recall`): the digests that open orders name, as JSON."""
+"""The digests that servers of models may send (`Store.recall`): those that open orders name, as JSON."""
 DEVICES: Final = "devices"
-"""What devices said last (`coordinator.registry.Kept` by id, as JSON), for the next start."""
+"""The devices' last messages (`coordinator.registry.Kept` by id, as JSON), for the next start."""
 ISSUE: Final = "issue"
 """Part of the orders' ids since the store was restored from a backup (`coordinator.backup_cli`)."""
 MAX_BATCH: Final = 1000
@@ -77,7 +77,7 @@ class Event(Struct, frozen=True, kw_only=True):
 
 
 class _Change(NamedTuple):
-    """What the writer does: calls something, or carries out a statement of `Database.each`."""
+    """A change for the writer: a function to call, or a statement for `Database.each`."""
 
     future: Future[Any]
     run: Callable[[Database], Any] | None
@@ -99,7 +99,7 @@ class Writer:
         return self._put(_Change(Future(), change))
 
     def submit_one(self, sql: str, *values: object) -> Future[bool]:
-        """Have one statement of `Database.each` carried out, with its neighbours if they are the same."""
+        """Queue one statement for `Database.each`, which runs equal neighbours together."""
         return self._put(_Change(Future(), None, sql, values))
 
     def _put(self, change: _Change) -> Future[Any]:
@@ -138,7 +138,7 @@ class Writer:
                     with contextlib.suppress(*failures()):  # a full disk has rolled back already
                         self.db.execute("ROLLBACK")
                     raise
-        except BaseException as error:  # noqa: BLE001 - whoever waits must hear of it
+        except BaseException as error:  # noqa: BLE001 - passed to the callers
             for change in changes:
                 change.future.set_exception(error)
         else:
@@ -147,11 +147,10 @@ class Writer:
 
 
 class Store:
-    """One federation's durable state. The dispatcher has it to itself; intakes may come and go beside it.
+    """One federation's durable state. There is one dispatcher; intakes may come and go beside it.
 
-    What an intake may do: `recall("start")` (layout and initial model), `entry`, and `accept` or `reject` what devices
-    report. An order is closed once, whoever comes first. What others have closed the dispatcher learns by
-    `closed_since`.
+    An intake may `recall("start")` (layout and initial model), read an `entry`, and `accept` or `reject` reports. An
+    order is closed once, by the first. The dispatcher learns by `closed_since` what others have closed.
     """
 
     def __init__(
@@ -163,17 +162,17 @@ class Store:
         federation: str = "",
         intake: bool = False,
     ) -> None:
-        """Open it, or make it.
+        """Open it, or create it.
 
         Args:
-            home: folder of the tables, and of the tensors, where these are not elsewhere.
+            home: folder of the tables and tensors, unless these are elsewhere.
             url: postgresql://... of the tables; several federations may share a database.
             blobs: s3://... of the tensors.
             federation: names the schema there.
-            intake: beside a dispatcher, which has made it.
+            intake: opened beside a dispatcher, which has created it.
 
         Raises:
-            ConfigError: another dispatcher has it open; or there is nothing yet that an intake could work for.
+            ConfigError: another dispatcher has it open; or it does not exist yet, for an intake.
             StoreError: it cannot be read or written, or was written by a newer fedge.
         """
         self.home = home
@@ -206,7 +205,7 @@ class Store:
     # -------------------------------------------------------------------------------------------------------- rounds
 
     def begin_round(self, number: int, devices: Iterable[Device], now: float) -> None:
-        """Begin a round with these devices, which stay the round's devices for good."""
+        """Begin a round with these devices, for good."""
         snapshot = msgspec.msgpack.encode(list(devices))
         sql = "INSERT INTO rounds (round, devices, begun_at) VALUES ($1, $2, $3)"
         self._change(lambda db: db.execute(sql, number, snapshot, now))
@@ -221,8 +220,8 @@ class Store:
     ) -> None:
         """Commit a finished round: the method's state and the counters, all or nothing.
 
-        Of rounds before the last `keep` the devices and the orders are deleted; streamed orders when they have been
-        handed out. How long each round took stays.
+        Devices and orders of rounds before the last `keep` are deleted, streamed orders once they are handed out. The
+        times of rounds stay.
         """
         old = number - keep
 
@@ -246,11 +245,11 @@ class Store:
         return rows[0][0] if rows else None
 
     def round_seconds(self) -> dict[int, float]:
-        """How long each finished round took, from its beginning (before a crash, if there was one) to its end."""
+        """Duration of each finished round, from its first beginning (before any crash) to its end."""
         return dict(self._read("SELECT round, done_at - begun_at FROM rounds WHERE done_at IS NOT NULL ORDER BY round"))
 
     def last_contexts(self) -> dict[str, Context | None]:
-        """What the devices of the last round that was begun had said of themselves, by id."""
+        """Contexts of the devices of the last begun round, by id."""
         ((last,),) = self._read("SELECT max(round) FROM rounds")
         devices = self.snapshot(last) if last is not None else None
         return {device.id: device.context for device in devices or ()}
@@ -300,12 +299,12 @@ class Store:
         return tuple(map(_entry, self._read(f"{ENTRY} WHERE {which}", number)))
 
     def hand_out(self, order_id: str, number: int) -> Future[object]:
-        """Record, before it happens, in which round a streamed order's answer is handed out; the first call counts."""
+        """Record beforehand the round in which a streamed order's answer is handed out; the first call counts."""
         sql = "UPDATE orders SET handed = $1 WHERE id = $2 AND handed IS NULL"
         return self._writer.submit(lambda db: db.execute(sql, number, order_id))
 
     def end_streams(self, now: float) -> None:
-        """Expire the open streamed orders: nobody waits for their answers any more."""
+        """Expire the open streamed orders, whose answers are no longer wanted."""
         open_ = self._read("SELECT id FROM orders WHERE streamed = 1 AND status = $1", OrderStatus.OPEN.value)
         for future in [self._close(i, OrderStatus.EXPIRED, UNWANTED, None, now) for (i,) in open_]:
             future.result()
@@ -320,18 +319,18 @@ class Store:
         return self._close(order_id, OrderStatus.REJECTED, reason, None, now)
 
     def expire(self, order_id: str, now: float) -> Future[bool]:
-        """Close an open order that nobody answered in time; False if it is not open any more."""
+        """Close an open order without a report in time; False if it is not open any more."""
         return self._close(order_id, OrderStatus.EXPIRED, EXPIRED, None, now)
 
     def closed_since(self, arrival: int) -> tuple[Entry, ...]:
-        """The orders that were closed after the one with this number, by whomever, as they were closed.
+        """The orders closed after the one with this number, by any process, in the order of closing.
 
-        Numbers have no gaps and never become visible out of order, so that the last one found is the next `arrival`.
+        Numbers have no gaps and never become visible out of order, so the last one found is the next `arrival`.
         """
         return tuple(map(_entry, self._read(f"{ENTRY} WHERE arrival > $1 ORDER BY arrival", arrival)))
 
     def last_arrival(self) -> int:
-        """The number of the order that was closed last; 0: none was."""
+        """The number of the last closed order; 0: there is none."""
         return int(self._read("SELECT coalesce(max(arrival), 0) FROM orders")[0][0])
 
     def _close(self, order_id: str, status: OrderStatus, reason: str, report: bytes | None, now: float) -> Future[bool]:
@@ -444,7 +443,7 @@ class Store:
         """Check that tensors exist.
 
         Raises:
-            StoreError: some are not; the text names them.
+            StoreError: some do not; the text names them.
         """
         if missing := sorted(digest for digest in digests if self.blobs.bring(digest) is None):
             names = ", ".join(missing)
@@ -486,7 +485,7 @@ def _entry(row: tuple[bytes, str, str, bytes | None, int | None]) -> Entry:
 
 
 def _text(told: str) -> str:
-    """Text that a device may have shaped: bounded, and without the character that PostgreSQL cannot store."""
+    """Text from a device: cut, and without the character that PostgreSQL cannot store."""
     return told[:1000].replace("\0", "\N{REPLACEMENT CHARACTER}")
 
 
@@ -495,11 +494,11 @@ def migrate(db: Database, *, check: bool = False) -> None:
 
     Args:
         db: where.
-        check: only see that it is.
+        check: only check that it is.
 
     Raises:
-        ConfigError: the store is fedge 0.1's, whose orders no agent understands any more; or it is not up to date.
-        StoreError: it is a newer fedge's.
+        ConfigError: the store is of fedge 0.1, whose orders no agent understands any more; or it is not up to date.
+        StoreError: it is of a newer fedge.
     """
     version = db.version()
     scripts = {int(script.name[:4]): script for script in sorted(MIGRATIONS.glob("*.sql"))}

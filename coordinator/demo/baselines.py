@@ -1,8 +1,7 @@
-"""What simpler methods reach with the same budget: FedAvg, FedAvg with fine-tuning, every device alone.
+"""Baselines with the same budget: FedAvg, FedAvg with fine-tuning, every device alone.
 
-They are the methods `fedavg+ft` and `local` on a fleet of workers in this process, without a network: the same training
-code. Every choice is made on validation samples. Personal parts may use all training samples of their device; whatever
-would be uploaded uses only non-sensitive ones.
+They are the methods `fedavg+ft` and `local` on workers in this process: the same training code. Every choice is made on
+validation samples. Personal parts may use all training samples of their device; uploads use only non-sensitive ones.
 """
 
 from __future__ import annotations

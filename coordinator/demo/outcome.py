@@ -1,4 +1,4 @@
-"""What a demo found out: the numbers of its JSON file, and the background that only the report draws."""
+"""The results of a demo: the figures of its JSON file, and data that only the report draws."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ class Outcome(Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Background:
-    """What the report shows beside the numbers.
+    """Data that only the report shows.
 
-    `accuracy_by_round`: by names of `METHODS` the (round, accuracy on validation samples) of its shared models.
-    `places`: of the devices `ids` in a plane, those with similar updates side by side, (n, 2), or None where the
-    method looks at none. `groups`: the true group by device.
+    `accuracy_by_round`: by names of `METHODS` the (round, accuracy on validation samples) of the shared models.
+    `places`: of the devices `ids` in a plane, similar updates side by side, (n, 2); None if the method compares no
+    updates. `groups`: the true group by device.
     """
 
     method: str
@@ -72,12 +72,12 @@ class Background:
     groups: dict[str, int]
 
     def write(self, folder: Path) -> None:
-        """Keep it, so that the report can be made again."""
+        """Save it, so that the report can be made again."""
         write_atomically(folder / BACKGROUND, msgspec.json.encode(self, enc_hook=lambda array: array.tolist()))
 
     @classmethod
     def read(cls, folder: Path) -> Background:
-        """What `write` kept."""
+        """Read what `write` saved."""
         content = (folder / BACKGROUND).read_bytes()
         return msgspec.json.decode(content, type=cls, dec_hook=lambda _, rows: np.array(rows))
 

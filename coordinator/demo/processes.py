@@ -17,7 +17,7 @@ from fedge.errors import FedgeError
 
 TETHER: Final = Path(__file__).with_name("tether.py")
 GRACE_S: Final = 10.0
-"""How long a child may take to end after SIGTERM; then it is killed."""
+"""Time for a child to end after SIGTERM; then it is killed."""
 
 ENVIRONMENT: Final = {
     "OMP_NUM_THREADS": "1",  # a dozen devices share this machine's cores
@@ -28,7 +28,7 @@ ENVIRONMENT: Final = {
 
 
 class ProcessError(FedgeError):
-    """A child ended when it should not have. The text holds the tail of its log."""
+    """A child ended unexpectedly. The text holds the end of its log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class Children:
         return child
 
     def stop(self, children: Sequence[Child]) -> None:
-        """Ask them to end, all at once, and kill after a while what does not."""
+        """Terminate them all at once, and kill after a while those that remain."""
         for child in reversed(children):
             if child.running:
                 child.process.terminate()
@@ -108,7 +108,7 @@ class Children:
                 child.process.wait()
 
 
-def tail(log: Path, lines: int = 15) -> str:
-    """The end of a log."""
+def tail(log: Path) -> str:
+    """The last lines of a log."""
     text = log.read_text(encoding="utf-8", errors="replace").strip()
-    return "\n".join(f"    {line}" for line in text.splitlines()[-lines:]) or "    (nothing)"
+    return "\n".join(f"    {line}" for line in text.splitlines()[-15:]) or "    (nothing)"

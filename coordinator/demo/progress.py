@@ -1,4 +1,4 @@
-"""What a demo says while it runs: a live bar on a terminal, plain lines elsewhere."""
+"""A demo's progress: a live bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from coordinator.demo.outcome import megabytes
 
 
 class Rounds:
-    """How far a coordinator is, from the events that it prints with --json."""
+    """A coordinator's progress, from the events that it prints with --json."""
 
     def __init__(self, rounds: int, agents: int) -> None:
         self.completed = 0
@@ -26,7 +26,7 @@ class Rounds:
         self._so_far = ""
 
     def take(self, event: Mapping[str, Any]) -> bool:
-        """Take note of an event; True if it ends something worth a line."""
+        """Process an event; True if it is worth a line."""
         kind = event["event"]
         if kind == "device":
             self._online.add(event["device"])
@@ -52,7 +52,7 @@ def _so_far(summary: Mapping[str, Any]) -> str:
 
 
 class Watch:
-    """Shows the phase a demo is in, and how far it has come. Context manager."""
+    """Shows the phase of a demo and its progress. Context manager."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -79,7 +79,7 @@ class Watch:
         self._bar.stop()
 
     def phase(self, description: str, total: int | None = None) -> None:
-        """Begin the next phase, of so many parts if that is known."""
+        """Begin the next phase. `total`: its number of parts, if known."""
         if self._task is not None:
             self._bar.stop_task(self._task)
             self._bar.remove_task(self._task)
@@ -87,14 +87,14 @@ class Watch:
         self._line(description)
 
     def update(self, completed: int, detail: str, *, milestone: bool = True) -> None:
-        """So many parts are done; `detail` says more. Only milestones make a line where there is no bar."""
+        """Show `completed` parts and `detail`; without a bar, only milestones make a line."""
         assert self._task is not None
         self._bar.update(self._task, completed=completed, detail=detail)
         if milestone:
             self._line(f"  {detail}")
 
     def _line(self, text: str) -> None:
-        """Where there is no bar, each new text is one line."""
+        """Print each new text as a line if there is no bar."""
         if not self._console.is_terminal and text != self._last:
             self._console.print(text, highlight=False, markup=False, soft_wrap=True)
         self._last = text

@@ -39,13 +39,13 @@ from fedge.transport import parse_address
 
 POLL_S: Final = 0.2
 REACH_S: Final = 10.0
-"""A broker of the user's own that has not let us connect by then is not there."""
+"""Time limit for connecting to the user's own broker."""
 RESERVED: Final = 0.05  # of all samples, as in `fedge simulate`
 DEADLINE_S: Final = 240
 """Of a round. Generous: on this machine the devices share a few cores, and each imports torch in its first round."""
 PARALLEL_INFERENCE: Final = 2
 LIMITS: Final[dict[str, int]] = {"mnist": 4000, "fashion-mnist": 4000, "image-folder": 4000}
-"""Samples of the large sets that are used unless the user says otherwise: a demo takes minutes, not hours."""
+"""Default samples of the large sets: a demo takes minutes, not hours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ async def run(
 
 
 def reserves(method: str, options: Mapping[str, Option]) -> bool:
-    """Whether the server itself also learns from labelled samples."""
+    """Whether the server, too, learns from labelled samples."""
     given = {"", *(f"{name}={value}" for name, value in options.items())}
     return not given.isdisjoint(method_class(method).SERVER_DATA)
 
@@ -125,7 +125,7 @@ def reserves(method: str, options: Mapping[str, Option]) -> bool:
 def deal(settings: DemoSettings, *, reserves: bool = False) -> Cameras:
     """Partition the samples; every device gets a folder with its data, and separate test samples.
 
-    `reserves`: a twentieth of them is first set apart for the server, as in a simulation.
+    `reserves`: set a twentieth apart for the server first, as in a simulation.
 
     Raises:
         ConfigError: no such data, or too few.
@@ -154,7 +154,7 @@ async def broker_of(settings: DemoSettings, identity: Path | None = None) -> Asy
 
     Raises:
         ConfigError: it is neither.
-        TransportError: it does not start, or cannot be reached. A coordinator would wait for it.
+        TransportError: it does not start, or cannot be reached.
     """
     if ":" in settings.broker:
         if identity is not None:
@@ -183,19 +183,15 @@ class Identities:
         if self._folder is None:
             return
         folder = ("--folder", str(self._folder))
-        await self._run("provision-init", "provision", "init", federation, "localhost", *folder)
+        await ended(self._children, "provision-init", ("provision", "init", federation, "localhost", *folder))
         kits = self._settings.folder / "kits"
         kits.mkdir()
-        await self._run("provision-device", "provision", "device", *devices, "--to", str(kits), *folder)
+        device = ("provision", "device", *devices, "--to", str(kits), *folder)
+        await ended(self._children, "provision-device", device)
         for i in devices:
-            await self._run(f"{i}-enrol", "enrol", str(kits / f"{i}.kit"), "--folder", str(self._settings.folder / i))
+            enrol = ("enrol", str(kits / f"{i}.kit"), "--folder", str(self._settings.folder / i))
+            await ended(self._children, f"{i}-enrol", enrol)
         shutil.rmtree(kits)  # a kit lets its reader impersonate the device
-
-    async def _run(self, name: str, *arguments: str) -> None:
-        child = self._children.start(name, arguments)
-        while child.running:  # noqa: ASYNC110 - a process has no event
-            await asyncio.sleep(POLL_S / 4)
-        child.require(0)
 
     @property
     def broker(self) -> Path | None:
@@ -209,6 +205,19 @@ class Identities:
     def agent(self, device_id: str) -> list[str]:
         """A device's flags."""
         return [] if self._folder is None else ["--identity", str(self._settings.folder / device_id / "identity")]
+
+
+async def ended(children: Children, name: str, arguments: Sequence[str]) -> Child:
+    """Run a command to its end.
+
+    Raises:
+        ProcessError: it failed.
+    """
+    child = children.start(name, arguments)
+    while child.running:  # noqa: ASYNC110 - a process has no event
+        await asyncio.sleep(POLL_S / 4)
+    child.require(0)
+    return child
 
 
 async def reach(host: str, port: int) -> None:
@@ -376,16 +385,16 @@ async def compare(
 
 
 def spent(settings: DemoSettings, cameras: Cameras, summary: Mapping[str, Any]) -> dict[str, int]:
-    """Rounds of local training of each device; for `local`, which has no rounds, as many as others'."""
+    """Rounds of local training of each device; for `local`, which has no rounds, as many as in other methods."""
     if summary["selection"]:
         return dict(summary["selection"])
     return dict.fromkeys(cameras.shares, max(1, round(settings.rounds * settings.participation)))
 
 
 def best_expert(folder: Path, layout: Layout) -> Model:
-    """The expert that the device chose by validation, or the global model if there are no experts.
+    """The expert that the device chose by validation; without experts, the global model.
 
-    With a pool of private modules (PM-MoE) it is the device's own module on the shared part.
+    With a pool of private modules (PM-MoE), the device's own module on the shared part.
     """
     manifest = manifest_of(folder)
 
@@ -416,10 +425,7 @@ async def infer(
     async def one(device_id: str) -> None:
         async with free:
             test = settings.folder / device_id / "test.npz"
-            child = children.start(f"{device_id}-infer", ["infer", str(bundles[device_id]), str(test), "--json"])
-            while child.running:  # noqa: ASYNC110 - a process has no event
-                await asyncio.sleep(POLL_S / 4)
-        child.require(0)
+            child = await ended(children, f"{device_id}-infer", ["infer", str(bundles[device_id]), str(test), "--json"])
         answer = json.loads(child.output.read_bytes())
         if answer["imported_torch"]:
             raise ProcessError(f"{child.name} imported torch: the figures are not those of an inference-only device")

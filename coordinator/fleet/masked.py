@@ -47,7 +47,7 @@ log = logging.getLogger("fedge.coordinator")
 
 R = TypeVar("R")
 Weights = Literal["samples", "equal"]
-"""What a device counts for in sums: its samples; or in a cluster once, where there is none its samples."""
+"""A device's weight in sums: its samples; or "equal": one in a cluster, without clusters its samples."""
 
 
 class LostError(Exception):
@@ -219,7 +219,7 @@ class MaskedFleet(FleetAround):
             there = [i for i in asked if i in keys and often[keys[i].encryption] == often[keys[i].masking] == 1]
             cohort = admissible(there, self.sums, self._min_cohort, self._rng(number, 0))
             if not cohort:
-                lost(asked, f"of {len(asked)} devices {len(there)} take part, who may not be summed")
+                lost(asked, f"of {len(asked)} devices {len(there)} take part, which may not be summed")
                 continue
             members = [member(i, keys[i]) for i in cohort]
             file = write_roster(members)

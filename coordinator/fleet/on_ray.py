@@ -1,16 +1,15 @@
 """Orders of simulated devices on Ray: the same workers and steps, in processes of one machine or of several.
 
-The orders of a step are cut into blocks of devices by ascending id; how many follows from their number alone. A block
-is carried out whole by one actor, so results have the same bits whatever the number of actors. A block whose actor
-died is carried out again by another one: orders are deterministic and write what they wrote before, so nothing counts
-twice.
+The orders of a step are split into blocks of devices by ascending id; their number alone decides how many. One actor
+carries out a whole block, so results have the same bits for any number of actors. If an actor dies, another one repeats
+its block: orders are deterministic and write the same files again, so nothing counts twice.
 
 A block's updates stay in the object store of its node. An average needs one sum of each block
 (`coordinator.fleet.sites`); a single update travels only if a method reads it. Updates lost with their node are
 computed again when they are needed.
 
-The devices' samples and the models that orders name lie in Ray's object store, once for each node. What devices keep
-between rounds lies in their folders, which all nodes must see (one machine, or a shared file system).
+The devices' samples and the models that orders name are in Ray's object store, once per node. What devices keep between
+rounds is in their folders, which all nodes must see (one machine, or a shared file system).
 """
 
 from __future__ import annotations
@@ -50,25 +49,25 @@ from fedge.tensors import Layout, Model
 log = logging.getLogger("fedge.coordinator")
 
 BLOCKS: Final = 32
-"""Of a step with many orders: enough to share out, and as large as the stacks of small networks."""
+"""Blocks of a step with many orders: enough to share out, each as large as the stacks of small networks."""
 LARGEST: Final = 64
 HELD: Final = 256
-"""Workers that an actor keeps, those used last."""
+"""Workers that an actor keeps, the most recently used."""
 MODELS: Final = 16
 """Models that an actor keeps."""
 LOOK_S: Final = 1.0
 PATIENCE_S: Final = 120.0
-"""So long it may take until an actor that died has a successor."""
+"""Longest wait for the successor of a dead actor."""
 
 T = TypeVar("T")
 Updates = dict[str, "bytes | Unpacked"]
 """By digest."""
 Told = tuple[Result, dict[str, bytes], dict[str, tuple[Layout, Norms]]]
-"""A result, the blobs that travel with it, and what is known of the updates that do not, by digest."""
+"""A result, its blobs that travel, and layout and norms of the updates that do not, by digest."""
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):
-    """What all workers of a fleet have in common, without data."""
+    """What all workers of a fleet share, except data."""
 
     task: TaskSpec
     layout: Layout

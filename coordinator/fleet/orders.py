@@ -1,8 +1,8 @@
-"""The life of an order on the coordinator: decided here, carried out by `coordinator.fleet.mqtt`.
+"""The states of an order on the coordinator: decided here, carried out by `coordinator.fleet.mqtt`.
 
 Two rules: `TRANSITIONS` holds every change of an order's status, and nothing here does IO or reads a clock. The shell
 feeds events with the time and performs the returned actions **in order**: what must survive a kill -9 (`Accept`,
-`Reject`, `Expire`) is committed before anybody is told (`Tell`).
+`Reject`, `Expire`) is committed before it is published (`Tell`).
 
     OPEN ──sent──▶ SENT ──reported──▶ CHECKING ──good──▶ ACCEPTED
      │               │                  │  └─────bad───▶ REJECTED
@@ -10,10 +10,10 @@ feeds events with the time and performs the returned actions **in order**: what 
 
 An intake, which is another process, may close an order in any status, as the store then shows (`Closed`).
 
-An order is repeated until there is a report; a report may come many times, since the device repeats it until it has the
-verdict. A report for a closed order changes nothing here; the shell answers it from the store.
+An order is repeated until its report arrives. A device repeats its report until it has the verdict. A report for a
+closed order changes nothing here; the shell answers it from the store.
 
-Orders carry the time that is left for them; the book counts it by a monotonic clock.
+Orders carry the time left for them; the book counts it by a monotonic clock.
 
 An event costs O(log n) for n orders: a heap holds when each is due, and stale entries are dropped when they come up.
 """
@@ -90,7 +90,7 @@ class ReportReceived:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """The contents of a report are here and checked; `error` says what is wrong."""
+    """The contents of a report have arrived and are checked; `error` says what is wrong."""
 
     order_id: str
     error: str | None = None
@@ -106,7 +106,7 @@ class Closed:
 
 @dataclass(frozen=True, slots=True)
 class DeviceAppeared:
-    """A device is there (again); it may lack what was sent before."""
+    """A device is present (again); it may have missed what was sent before."""
 
     device_id: str
 
@@ -124,14 +124,14 @@ Event = ReportReceived | Checked | Closed | DeviceAppeared | Tick
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Publish the order; its `left_s` is what is left now."""
+    """Publish the order; its `left_s` counts from now."""
 
     order: Order
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Fetch and check what the report names; answer with `Checked`."""
+    """Fetch and check the blobs of the report; answer with `Checked`."""
 
     order: Order
     report: Report
@@ -154,7 +154,7 @@ class Reject:
 
 @dataclass(frozen=True, slots=True)
 class Expire:
-    """Commit that nobody answered in time."""
+    """Commit that no report came in time."""
 
     order: Order
 
@@ -216,8 +216,8 @@ class OrderBook:
 
     def next_wakeup(self) -> float | None:
         """When the next `Tick` is due, by the clock of `handle`; None: nothing is open."""
-        while self._due and self._is_stale(*self._due[0]):
-            heapq.heappop(self._due)
+        while self._due and self._in_place[self._due[0][1]].entered_at != self._due[0][0]:
+            heapq.heappop(self._due)  # stale
         return self._due[0][0] if self._due else None
 
     def handle(self, event: Event, now: float) -> list[Action]:
@@ -265,9 +265,6 @@ class OrderBook:
             if not math.isnan(held.due_at):
                 heapq.heappush(self._due, (held.due_at, held.place))
 
-    def _is_stale(self, due_at: float, place: int) -> bool:
-        return self._in_place[place].entered_at != due_at
-
     def _send(self, held: _Held, now: float) -> Action:
         held.resend_at = now + held.resend_after_s
         held.resend_after_s = min(2 * held.resend_after_s, LAST_RESEND_S)
@@ -282,12 +279,13 @@ class OrderBook:
             self._in_place[place].entered_at = math.nan
             places.append(place)
         due = [self._in_place[place] for place in sorted(places)]
-        expired = [self._expire(held) for held in due if held.deadline <= now]
-        return expired + [self._send(held, now) for held in due if held.status in WAITING]
-
-    def _expire(self, held: _Held) -> Action:
-        self._move(held, Cause.EXPIRED)
-        return Expire(held.order)
+        expired = [held for held in due if held.deadline <= now]
+        for held in expired:
+            self._move(held, Cause.EXPIRED)
+        return [
+            *(Expire(held.order) for held in expired),
+            *(self._send(held, now) for held in due if held.status in WAITING),
+        ]
 
     def _reported(self, report: Report, now: float) -> list[Action]:
         held = self._held.get(report.order_id)

@@ -1,4 +1,4 @@
-"""Estimates a device's time for an order from earlier ones, so that no order is cut off that would be answered.
+"""Estimates a device's time for an order from earlier ones, so that no order expires that would be answered.
 
 Work is counted in forward passes of one sample (`Action.passes`). A device reports only how many samples it shares, so
 all three of its sets count as that many. A device's pace is that of the largest order it has answered, since small ones
@@ -15,12 +15,12 @@ from fedge.messages import MAX_LEFT_S
 from fedge.step import Action
 
 ROOM: Final = 4.0
-"""Times what a device's pace predicts: we know only a part of its samples, and it may be busy."""
+"""Factor over the predicted time: we know only a part of a device's samples, and it may be busy."""
 EXPORT: Final = 5.0
-"""Times the least, for a bundle on a device of unknown speed: loading torch's exporter, the export and the parity check
-take a small board longer than any step before."""
+"""Factor over the least time, for a bundle on a device of unknown speed: loading torch's exporter, the export and the
+parity check take a small board longer than any earlier step."""
 A_BATCH: Final = 32
-"""Samples of a device that shares none: it may have some all the same."""
+"""Assumed samples of a device that shares none: it may have sensitive ones."""
 
 
 def work_of(action: Action, n_samples: int) -> float:

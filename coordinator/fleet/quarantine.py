@@ -1,4 +1,4 @@
-"""Devices that repeatedly send what no honest device would are left out of rounds for a while.
+"""Excludes devices from rounds for a while if they repeatedly send what no honest device would.
 
 One piece of evidence proves nothing: training diverges, disks break. Three rounds with evidence within twenty are a
 pattern: the device is excluded for twenty rounds. Afterwards it takes part again, and another round with evidence
@@ -18,11 +18,11 @@ OFFENCES: Final = 3
 WITHIN: Final = 20
 """within so many."""
 REST: Final = 20
-"""Rounds that the first quarantine lasts; the next one twice as long, and so on."""
+"""Rounds of the first quarantine; each further one lasts twice as long."""
 LONG_UPDATE: Final = "long-update"
 """Evidence that an update is (`coordinator.fleet.update_norms`)."""
 READMITTED: Final = "readmitted"
-"""What is noted when a person lets a device in again."""
+"""Recorded when a person readmits a device."""
 
 
 class Offence(Struct, frozen=True, kw_only=True):

@@ -37,11 +37,11 @@ log = logging.getLogger("fedge.coordinator")
 T = TypeVar("T")
 
 MAX_MODELS: Final = 256
-"""Models that an order to a relay names: so many references fit into a message."""
+"""Models that an order to a relay may name: more references do not fit into a message."""
 MAX_SUMS: Final = 256
-"""Sums that a relay is asked for at once: clusters of a method, and everybody."""
+"""Sums in one request to a relay: the clusters of a method, and all devices."""
 HEAD: Final = b"fedge: an update that lies on a site\n"
-"""How a file begins that stands in for an update; no tensors do."""
+"""Start of a file that stands in for an update; no tensors start so."""
 MAX_STAND_IN_BYTES: Final = 1024
 
 
@@ -280,7 +280,7 @@ class RelayFleet(FleetAround):
     # ------------------------------------------------------------------------------------------------------- updates
 
     def _stand_in(self, ref: BlobRef) -> StandIn | None:
-        """The location of an update on a site; None: it is here, or not an update."""
+        """The location of an update on a site; None: it is stored here, or no update."""
         if ref.size_bytes > MAX_STAND_IN_BYTES:
             return None
         data = self._fleet.get_bytes(ref)

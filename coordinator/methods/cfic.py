@@ -2,11 +2,11 @@
 
 Source: Yang et al., "Cluster Federated Learning with Intra-Cluster Correction", CMC 2025, doi 10.32604/cmc.2025.064103,
 Algorithm 1; specification docs/methods/cfic.md. Departures (section 9): the label feature is that of the signed
-deviation, not of the absolute one, and is told before training, not with the first model. Local work is counted in SGD
-steps unless `--local-epochs` is given (section 8: 5 epochs); integer buffers are averaged by maximum as everywhere.
+deviation, not of the absolute one, and is reported before training, not with the first model. Local work is counted in
+SGD steps unless `--local-epochs` is given (section 8: 5 epochs); integer buffers are averaged by maximum as everywhere.
 The gain comes from the momentum rather than from the clusters: `selection=uniform` and `correction=false` switch either
-off. Clusters of profiles, or of the directions of updates of the then common model, instead of label features are made
-after a third of the rounds, when the model can tell data apart (FedEPC section 9.10); until then no device has one.
+off. Clusters of profiles or update directions, instead of label features, are made after a third of the rounds, when
+the model can tell data apart (FedEPC section 9.10); until then no device has a cluster.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ LONG_ROUNDS = 10  # ... for so many rounds in a row means that beta is too large
 class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`alpha`, `beta`: memory and length of the correction (section 7); `correction` false: without it.
 
-    `clustering`: of label features, of ReLU-sparsity profiles, or mctc: of updates. `epsilon`: of label features that
-    are told under differential privacy (section 10). Selection stratified: section 5; uniform: without clusters;
-    ccmab, fastest: the quota of each cluster under FedEPC's deadline.
+    `clustering`: of label features, of ReLU-sparsity profiles, or mctc: of updates. `epsilon`: of label features under
+    differential privacy (section 10). Selection stratified: section 5; uniform: without clusters; ccmab, fastest: the
+    quota of each cluster under FedEPC's deadline.
     """
 
     alpha: Annotated[float, Meta(ge=0, lt=1)] = 0.9
@@ -88,9 +88,9 @@ class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Description(Struct, frozen=True, kw_only=True):
-    """L_k, or the number of its cluster of profiles or updates, and what the device was when it was asked.
+    """L_k, or the number of its cluster of profiles or updates; samples and incarnation of the device at that time.
 
-    With other data it is asked again.
+    If either changes, the device is asked again.
     """
 
     feature: int
@@ -142,7 +142,7 @@ class Cfic(Method[CficState]):
         self._bandit = bandit_of(settings)
 
     def recluster(self, state: CficState) -> CficState | None:
-        """All devices are asked again what their clusters are made of."""
+        """Forget the descriptions, so that all devices describe themselves again."""
         return msgspec.structs.replace(
             state, described={}, visits={}, extractor=None, profiles={}, directions={}, bandits={}
         )
@@ -169,7 +169,7 @@ class Cfic(Method[CficState]):
         return round_done(state, len(cohort), updates, visits=visits)
 
     async def _describe(self, state: CficState, fleet: Fleet, step: str, devices: Mapping[str, Device]) -> CficState:
-        """Section 4: those of the devices whose label feature is unknown, or of other data, tell it."""
+        """Section 4: devices whose label feature is unknown or outdated report it."""
         asked = {i: device for i, device in devices.items() if is_news(state, device)}
         needed = self.selection != "uniform" or self.options.correction
         if not asked or not needed or state.round < self._unknown:
@@ -204,7 +204,7 @@ class Cfic(Method[CficState]):
         return state, directions or new.keys() & profiles.keys()
 
     def _found(self, state: CficState, fleet: Fleet) -> Clusters:
-        """Clusters of positions among the ids of those that told."""
+        """Clusters of positions among the described devices."""
         if state.directions:
             return of_directions(list(state.directions.values()), fleet)
         rng = np.random.default_rng(self.settings.seed)
@@ -213,7 +213,7 @@ class Cfic(Method[CficState]):
     def _clustered(
         self, state: CficState, new: Collection[str], asked: Mapping[str, Device], fleet: Fleet
     ) -> CficState:
-        """All clusters but those of labels anew; each inherits the bandit that it overlaps most (FedEPC 4.6)."""
+        """Remake all clusters except those of labels; each inherits the bandit it overlaps most (FedEPC 4.6)."""
         if not new:
             return state
         ids = list(state.directions or state.profiles)
@@ -242,7 +242,7 @@ class Cfic(Method[CficState]):
         return stratified(clusters(state, ids), n, rng, others=unlabelled, last_visit=visits)
 
     def _choose(self, state: CficState, devices: Mapping[str, Device], r: int) -> Choices:
-        """FedEPC section 5 in each cluster k, under k + 1, from round 2 on; nothing where the clusters alone decide."""
+        """FedEPC section 5 in each cluster k, as number k + 1, from round 2 on; empty if the clusters alone decide."""
         assert self.selection is not None
         if r == 1 or self.selection in {"uniform", "stratified"}:
             return {}
@@ -255,7 +255,7 @@ class Cfic(Method[CficState]):
         return choose(self.selection, arms, bandits, self._bandit, seed=seed, last_visit={})
 
     async def _step(self, state: CficState, updates: Mapping[str, Trained], fleet: Fleet) -> CficState:
-        """Section 6 on the answers of the round."""
+        """Section 6: the server step with the round's updates."""
         layout = state.layout
         ids = list(updates)
         features = [feature_of(state, i) for i in ids]
@@ -287,7 +287,7 @@ class Cfic(Method[CficState]):
         )
 
     def direction(self, changes: Sequence[Vector], sizes: Sequence[float], layout: Layout) -> Vector:  # noqa: ARG002
-        """Where the clusters go, dir (section 6); `layout`: of the changes, for variants."""
+        """The clusters' mean direction, dir (section 6); `layout`: of the changes, for variants."""
         return mean_direction(changes, sizes)
 
     def summary(self, state: CficState) -> dict[str, Any]:
@@ -304,7 +304,7 @@ def feature_of(state: CficState, device_id: str) -> int | None:
 
 
 def described(device: Device, feature: int) -> Description:
-    """What a device told."""
+    """The description of a device at present."""
     return Description(feature=feature, n_samples=device.n_samples, incarnation=device.incarnation)
 
 
@@ -314,7 +314,7 @@ def available(state: CficState, devices: Mapping[str, Device]) -> list[str]:
 
 
 def is_news(state: CficState, device: Device) -> bool:
-    """Whether a device with samples has not told its feature, or is another incarnation or has other data by now."""
+    """Whether a device with samples has no description, or another incarnation or number of samples than then."""
     known = state.described.get(device.id)
     same = known is not None and (known.n_samples, known.incarnation) == (device.n_samples, device.incarnation)
     return device.n_samples > 0 and not same

@@ -1,8 +1,8 @@
 """DBE: a vector that is added to the features stays on the device; the shared features' mean is drawn to a global one.
 
 Source: Zhang et al., "Eliminating Domain Bias for Federated Learning in Representation Space", NeurIPS 2023; pm_moe.md
-section 4. Round 1 is FedAvg's; at its end every device tells the mean of its features once, under the new global model,
-and the mean of those means, weighted by samples, is fixed as g. If nobody answers, the next round is like the first.
+section 4. Round 1 is FedAvg's; at its end every device reports the mean of its features once, under the new global
+model, and their mean, weighted by samples, is fixed as g. Without any answer, the next round is like the first.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ class Dbe(PersonalLayers[DbeState]):
         state = super().init(layout, model)
         if (d := n_features(layout)) > MAX_FEATURES:
             raise ConfigError(
-                f"dbe sends the mean of all features: the network has {d}, at most {MAX_FEATURES} will do"
+                f"dbe sends the mean of all features: the network has {d}, at most {MAX_FEATURES} fit into a message"
             )
         return state
 
     def step(self, state: DbeState, **common: Any) -> Train:
-        """The vector P_i learns from the round on in which g is known."""
+        """The vector P_i learns once g is known."""
         if state.global_mean is None:
             return Train(**common)
         return TrainDbe(global_mean=state.global_mean, kappa=self.options.kappa, **common)
@@ -80,7 +80,7 @@ class Dbe(PersonalLayers[DbeState]):
         return msgspec.structs.replace(after, global_mean=await self._measured(after, fleet))
 
     async def _measured(self, state: DbeState, fleet: Fleet) -> BlobRef | None:
-        """The mean of all features, g = sum_j (N_j / N) mean features of device j; None where nobody answered."""
+        """The mean of all features, g = sum_j (N_j / N) mean features of device j; None without answers."""
         order = MeanFeatures(model=state.model)
         answers = await fleet.run("mean", {device.id: order for device in fleet.devices()})
         d = n_features(state.layout)
@@ -103,7 +103,7 @@ class Dbe(PersonalLayers[DbeState]):
 
 
 def n_features(layout: Layout) -> int:
-    """D, what the head takes in."""
+    """D, the number of the head's inputs."""
     return layout.select(HEAD).tensors[0].shape[1]
 
 

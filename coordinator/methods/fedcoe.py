@@ -73,9 +73,9 @@ PRESETS: Final = {
 
 
 class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`preset`: as section 5 repairs it, or as printed. `tau`: tau_E = tau_C, of experts and clients.
+    """`preset`: as repaired in section 5, or as printed. `tau`: tau_E = tau_C, of experts and clients.
 
-    `n_experts`: K. `assemble`: what new clients get, one model of mixed parameters or the best two experts.
+    `n_experts`: K. `assemble`: new clients get one model of mixed parameters, or the best two experts.
     """
 
     preset: Literal["repaired", "printed"] = "repaired"
@@ -103,7 +103,7 @@ class Diagnostics(Struct, frozen=True, kw_only=True):
 class FedCoEState(ChoosingState, frozen=True, kw_only=True):
     """`experts`: theta_Ej; `gate`: its tensors, `gate_file`: the same as ONNX; `clients`: theta_Ci after Eq. 11.
 
-    `common`: mean of the experts, where a client starts that has no model of its own.
+    `common`: mean of the experts, the start of clients without their own model.
     """
 
     common: BlobRef
@@ -163,12 +163,12 @@ class FedCoE(Method[FedCoEState]):
         self._groups = correlation.class_groups(task.n_classes, self.options.n_experts)
 
     def parameters(self) -> Preset:
-        """The preset's, but for `tau` where it is given."""
+        """The preset's, overridden by `tau`."""
         preset, tau = PRESETS[self.options.preset], self.options.tau
         return preset if tau is None else msgspec.structs.replace(preset, tau=tau)
 
     def init(self, layout: Layout, model: BlobRef) -> FedCoEState:
-        """The state before round 1; experts come from `model` when it begins."""
+        """The state before round 1, which trains the experts from `model`."""
         return FedCoEState(round=0, layout=layout, common=model)
 
     async def round(self, state: FedCoEState, fleet: Fleet) -> FedCoEState:
@@ -193,7 +193,7 @@ class FedCoE(Method[FedCoEState]):
     # ----------------------------------------------------------------------------- section 3: experts and the gate
 
     async def _pretrained(self, state: FedCoEState, fleet: Fleet) -> FedCoEState:
-        """Experts from one start, each on its own classes; the gate learns which one is sure about which input."""
+        """Train experts from one start, each on its own classes, and the gate, which learns where each is sure."""
         experts = await asyncio.to_thread(
             self.server_data.pretrained,
             fleet.get(state.common, state.layout),
@@ -224,7 +224,7 @@ class FedCoE(Method[FedCoEState]):
         return msgspec.structs.replace(state, gate=fleet.put(gate), gate_file=fleet.put_bytes(file))
 
     def trained_gate(self, experts: list[Model], start: Tensors | None, *, epochs: int, seed: int) -> Tensors:
-        """Eq. 1 and 2: a gate that learns which experts are sure of a sample. `start`: where it goes on."""
+        """Eq. 1 and 2: a gate that learns which experts are sure of a sample. `start`: an earlier gate."""
         s = correlation.suitability(self.server_data.scores(experts), self.preset.suitability_temperature)
         return self.server_data.trained_gate(s, start, trunk=self.TRUNK, epochs=epochs, seed=seed)
 
@@ -241,7 +241,7 @@ class FedCoE(Method[FedCoEState]):
         factors = lengths(self, fleet, valid, state.layout)
 
         def clients() -> Iterator[Model]:
-            """theta_Ci, one at a time: they are read twice, so that only one is in memory."""
+            """theta_Ci, one at a time: read twice, so that only one is in memory."""
             return (self._trained(state, fleet, i, update, *factors[i]) for i, update in valid.items())
 
         a = await asyncio.to_thread(lambda: self.server_data.scores(clients()))  # Eq. 5
@@ -280,7 +280,7 @@ class FedCoE(Method[FedCoEState]):
         of_params: float = 1.0,
         of_buffers: float = 1.0,
     ) -> Model:
-        """theta_Ci after local training, whose changes count so much."""
+        """theta_Ci after local training; `of_params`, `of_buffers`: factors of the change."""
         start, change = fleet.get(self.serves(state, device_id), state.layout), fleet.get(update.update, state.layout)
         params = start.params + np.float32(of_params) * change.params
         return Model(params, np.float32(of_buffers) * change.buffers, change.counters)
@@ -328,7 +328,7 @@ class FedCoE(Method[FedCoEState]):
     # ------------------------------------------------------------------------------------------ section 7: cold start
 
     async def serve_late_joiners(self, state: FedCoEState, fleet: Fleet) -> FedCoEState:
-        """A bundle for each device that has none and no model of its own: it profiles its data, and gets a mix."""
+        """A bundle for each device without bundle and own model: it profiles its data, and gets a mix of experts."""
         assert state.gate_file is not None
         here = [device.id for device in (*fleet.devices(), *fleet.inference_only())]
         new = sorted(i for i in here if i not in state.clients and i not in state.installed)
@@ -339,7 +339,7 @@ class FedCoE(Method[FedCoEState]):
             if isinstance(a.result, Routed) and correlation.is_profile(a.result.shares, self.options.n_experts)
         }
         unknown = {i: (1 / len(state.experts),) * len(state.experts) for i, a in answers.items() if _withholds(a)}
-        profiles |= unknown  # owners who keep their shares to themselves get a bundle all the same
+        profiles |= unknown  # a device whose owner withholds the shares gets a bundle, too
         if left := sorted(set(new) - set(profiles)):
             log.warning("event=no_profile devices=%s", left)
         orders = {i: await self._assembled(state, fleet, np.array(rho)) for i, rho in profiles.items()}
@@ -383,11 +383,11 @@ class FedCoE(Method[FedCoEState]):
     # ------------------------------------------------------------------------------------------------- what is seen
 
     def serves(self, state: FedCoEState, device_id: str) -> BlobRef:
-        """The client's own model; for a client without one the mean of the experts."""
+        """The client's own model; without one, the mean of the experts."""
         return state.clients.get(device_id, state.common)
 
     def predict(self, state: FedCoEState, fleet: Fleet, x: NDArray[np.float32]) -> correlation.Array:
-        """Eq. 4: class probabilities (n, C) of the global model, gate and best experts; at first of the first model."""
+        """Eq. 4: class probabilities (n, C) of gate and best experts; of the first model before there are any."""
         if not state.experts:
             return self.server_data.probabilities(fleet.get(state.common, state.layout), x)
         probabilities = np.stack([self.server_data.probabilities(e, x) for e in self._experts(state, fleet)])

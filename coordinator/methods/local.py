@@ -50,7 +50,7 @@ class Local(Method[ModelState]):
 
 
 async def learn_alone(fleet: Fleet, first: BlobRef, sgd: Sgd, steps: Mapping[str, int]) -> dict[str, Installed]:
-    """Each device trains `first` for its number of steps and installs it; the bundles that were written."""
+    """Each device trains `first` for its number of steps and installs it; returns the bundles."""
     orders = {
         i: Install(
             model=first,

@@ -1,9 +1,9 @@
 """PM-MoE: after a model-split method has ended, each device mixes the private modules of all devices by a gate.
 
 Source: Feng et al., "PM-MOE: Mixture of Experts on Private Model Parameters for Personalized Federated Learning", WWW
-2025; specification docs/methods/pm_moe.md, which found no gain of this stage over the same
-number of further local steps. Whoever chooses this method chooses that every device's private module goes to every
-other device, under a number that is drawn anew for the run (section 9, docs/privacy.md).
+2025; specification docs/methods/pm_moe.md, which found no gain of this stage over the same number of further local
+steps. With this method every device's private module goes to every other device, under a number drawn for the run
+(section 9, docs/privacy.md).
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class PmMoe(Method[PersonalState]):
         answers = await fleet.run("share", {device.id: share for device in fleet.devices()})
         modules = {i: shared.module for i, shared in results(answers, PrivateShared).items()}
         numbers = round_rng(self.settings, state.round + 1).permutation(sorted(modules)).tolist()
-        n_pools = -(-len(numbers) // MAX_POOL)  # more devices than a pool takes: several of about equal size
+        n_pools = -(-len(numbers) // MAX_POOL)  # more devices than fit into a pool: several of about equal size
         pools = [numbers[k::n_pools] for k in range(n_pools)]
         orders = {
             i: FitPool(
@@ -144,10 +144,10 @@ class PmMoe(Method[PersonalState]):
         return msgspec.structs.replace(after, installed=installed)
 
     def serves(self, state: PersonalState, device_id: str) -> BlobRef:
-        """What the base serves."""
+        """The model that the base serves."""
         return self._base.serves(state, device_id)
 
     def summary(self, state: State) -> dict[str, Any]:
-        """The base's, and which that was."""
+        """The base's figures, and its name."""
         base: dict[str, Any] = self._base.summary(state)
         return base | {"method": self.name, "base": self.options.base}

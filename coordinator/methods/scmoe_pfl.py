@@ -53,7 +53,7 @@ PROGRESS = 1e-3  # of the mean validation accuracy, section 8
 
 
 class Parameters(Struct, frozen=True, kw_only=True):
-    """Section 12. `tau` None: Otsu's cut. `reference`: what updates are measured from."""
+    """Section 12. `tau` None: Otsu's cut. `reference`: the model from which updates are measured."""
 
     n_clusters: int = 8
     tau: float | None = None
@@ -87,12 +87,11 @@ PRESETS: Final = {
 
 
 class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`preset`: the parameters of section 12, repaired or as printed; those that are given stand above it.
+    """`preset`: the parameters of section 12, repaired or as printed; given options override it.
 
-    `clustering` k-means or agglomerative: without MCTC, as many clusters, each device in one, or `n_clusters`, which of
-    MCTC is the most there may be; labels: devices of equal label feature (CFIC section 3), in one cluster each.
-    `freeze_after` 0: cluster in every round. `private_data`, `private_steps`: what the private model learns from, and
-    for how long. `top`: how many experts count for a sample.
+    `clustering` k-means or agglomerative: as many clusters as MCTC would make, or `n_clusters`, each device in one;
+    labels: devices of equal label feature (CFIC section 3). `n_clusters` of MCTC: at most. `freeze_after` 0: cluster in
+    every round. `private_data`, `private_steps`: of the private model's training. `top`: experts of a sample.
     """
 
     preset: Literal["default", "paper"] = "default"
@@ -113,7 +112,7 @@ PRESET: Final = "preset=paper or preset=default sets it"
 
 
 class Clusters(Struct, frozen=True, kw_only=True):
-    """The clusters in force: `made` in which round, by whom, with which tau; `separability` of Otsu's cut (17.5)."""
+    """The present clusters: `made` in which round, with which tau; `separability` of Otsu's cut (17.5)."""
 
     made: int
     members: tuple[tuple[str, ...], ...]
@@ -169,7 +168,7 @@ class ScmoePfl(Method[ScmoeState]):
         self._p = self.parameters()
 
     def parameters(self) -> Parameters:
-        """The preset's, but for those that are given as options."""
+        """The preset's, overridden by options."""
         o = self.options
         names = ("n_clusters", "freeze_after", "private_data", "private_steps")
         given = {name: value for name in names if (value := getattr(o, name)) is not None}
@@ -214,7 +213,7 @@ class ScmoePfl(Method[ScmoeState]):
         )
 
     async def _labelled(self, state: ScmoeState, ids: Iterable[str], fleet: Fleet) -> ScmoeState:
-        """Label features, where they make the clusters: of those that have not told theirs."""
+        """Ask devices without a label feature for it, if features make the clusters."""
         if self.options.clustering != "labels":
             return state
         asked = dict.fromkeys((i for i in ids if i not in state.labels), DescribeLabels())
@@ -242,7 +241,7 @@ class ScmoePfl(Method[ScmoeState]):
         made = Clusters(
             made=r,
             members=tuple(tuple(ids[i] for i in cluster) for cluster in found.clusters),
-            tau=1.0 if found.tau is None else found.tau,  # who comes late joins the nearest
+            tau=1.0 if found.tau is None else found.tau,  # late devices join the nearest
             separability=found.separability,
             silhouette=mctc.silhouette(mctc.similarity(z), found.clusters),
         )
@@ -253,9 +252,9 @@ class ScmoePfl(Method[ScmoeState]):
         return mctc.embedding(directions)
 
     def _attach(self, state: ScmoeState, fleet: Fleet) -> ScmoeState:
-        """Section 9: devices that did not make the clusters, by their last direction, if it is fresh enough.
+        """Section 9: attach devices that did not make the clusters by their last direction, if it is fresh enough.
 
-        Where label features made them: to the cluster of the device's own, if there is one.
+        With label features, a device joins the cluster of its feature, if there is one.
         """
         if state.clusters is None or state.directions is None:
             return state
@@ -279,7 +278,7 @@ class ScmoePfl(Method[ScmoeState]):
         return msgspec.structs.replace(state, attached=state.attached | dict(zip(late, joined, strict=True)))
 
     def _converged(self, state: ScmoeState, before: ScmoeState) -> ScmoeState:
-        """Section 8: the experts that this round started from were measured; stop after 10 rounds without progress."""
+        """Section 8: keep the best experts, as measured by this round; stop after 10 rounds without progress."""
         accuracy = state.history[-1].accuracy
         if accuracy is None or not before.experts:
             return state
@@ -326,7 +325,7 @@ class ScmoePfl(Method[ScmoeState]):
         return starts(state, device_id)[0].model
 
     def summary(self, state: ScmoeState) -> dict[str, Any]:
-        """What all methods tell, and the clusters."""
+        """The common figures, and the clusters."""
         clusters = state.clusters
         return super().summary(state) | {
             "split": len(state.experts) > 1,
@@ -346,7 +345,7 @@ def clusters_of(state: ScmoeState, device_id: str) -> tuple[int, ...]:
 
 
 def starts(state: ScmoeState, device_id: str) -> tuple[Start, ...]:
-    """The experts of a device's clusters; of one that is in none, any; before there are experts, the initial model."""
+    """The experts of a device's clusters, or any if it is in none; before there are experts, the initial model."""
     if not state.experts or state.clusters is None:
         return (Start(model=state.initial_model),)
     choice = offered(clusters_of(state, device_id), state.clusters.members)
@@ -373,7 +372,7 @@ async def aggregate(
 ) -> ScmoeState:
     """Eq. 5: omega_k is the mean of its members' models; a cluster without members this round keeps its expert.
 
-    That is the mean of their starts, with the same weights, and the average of what they learned.
+    The mean is computed as that of their starts, with the same weights, plus that of their changes.
     """
     if state.clusters is None:
         return state
