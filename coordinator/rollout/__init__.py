@@ -1,8 +1,8 @@
-"""Decides how far a release may go, only from what the devices report.
+"""Decides how far a release may go, from the devices' reports alone.
 
 A rollout goes through stages, each a larger share of the fleet. The next one begins when every present device of the
-stage has served the release for a soak time and no measurement speaks against it; otherwise the rollout is aborted, and
-its devices go back. Everything here is a pure function; `service` acts.
+stage has served the release for a soak time and no measurement objects; otherwise the rollout is aborted, and its
+devices revert. Everything here is a pure function; `service` acts.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from fedge.messages import (
 from fedge.rollout import place, takes_part
 
 MAX_REASONS: Final = 10
-"""Devices that are named when a rollout is aborted."""
+"""Devices named when a rollout is aborted."""
 
 
 MINIMUM_S: Final = 2.0
-"""What was on its way when a rollout was aborted has arrived."""
+"""After this time, all messages sent before an abort have arrived."""
 
 
 class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -113,7 +113,7 @@ def _not_after(now: float, progress: Progress) -> Progress:
 
 
 def aborted(progress: Progress, reasons: Sequence[str], now: float) -> Progress:
-    """The rollout's end, at which devices go back."""
+    """The rollout's abort, after which devices revert."""
     return replace(progress, state=RolloutState.ABORTED, began=now, reasons=tuple(reasons[:MAX_REASONS]))
 
 
@@ -157,7 +157,7 @@ def runs(plan: Plan, health: Health) -> bool:
 
 
 def objections(plan: Plan, progress: Progress, fleet: Mapping[str, Seen]) -> list[str]:
-    """Why the rollout must not go on; empty: it may."""
+    """Reasons against continuing the rollout; empty: there are none."""
     healths = {device: fleet[device].health for device in sorted(fleet)}
     failed = {device: health for device, health in healths.items() if _has_failed(plan, health)}
     allowed = 0.0 if progress.stage == 0 else plan.max_failures * len(members(plan, progress, fleet))

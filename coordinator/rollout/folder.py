@@ -25,7 +25,7 @@ from fedge.files import InUseError, locked, read_kept, write_atomically
 from fedge.messages import Count, Id, Outliers, Phase, Quality, RolloutState, Text
 
 LOOKED_AT_S: Final = 1.0
-"""Nobody who only looks whether there is a supervisor has the lock so long."""
+"""Longest time for which a mere look for a supervisor may hold the lock."""
 
 
 class Request(StrEnum):
@@ -88,7 +88,7 @@ class Record(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     earlier: tuple[Earlier, ...] = ()
 
     def ended(self) -> Earlier:
-        """What is kept of it once another begins."""
+        """The part kept once another rollout begins."""
         plan, progress = self.plan, self.progress
         return Earlier(
             id=plan.id, target=plan.target, state=progress.state, began=progress.began, reasons=progress.reasons
@@ -123,7 +123,7 @@ class Folder:
         write_atomically(self.path / "state.json", msgspec.json.format(msgspec.json.encode(record), indent=1))
 
     def heard(self) -> dict[str, int]:
-        """What `keep_heard` wrote last, by topic and key."""
+        """The numbers last written by `keep_heard`, by topic and key."""
         return read_kept(self.path / "heard.json", msgspec.json.Decoder(dict[str, int]).decode) or {}
 
     def keep_heard(self, heard: dict[str, int]) -> None:

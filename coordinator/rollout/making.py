@@ -1,4 +1,4 @@
-"""A release for a whole fleet: a coordinator's model for any device, as a signed bundle with the next number."""
+"""Makes a release for a whole fleet: a coordinator's model for any device, as a signed bundle."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from fedge.weights import needed_on_devices
 
 
 def make_release(repo: Path, home: Path, store: str | None) -> str:
-    """Sign a bundle of what a federation has learned, for devices about which nothing is known.
+    """Sign a bundle of a federation's model for any device.
 
-    Its number is above all releases there, and above all bundles that devices have reported.
+    Its number is higher than all releases there and all bundles that devices have reported.
 
     Returns:
         The path of the target, such as "8/manifest.json".

@@ -1,7 +1,7 @@
 """Rollouts as shown on a page, and the requests that users can make there.
 
-A separate process, `fedge rollout start`, supervises a rollout, with this machine's keys and configuration: users name
-a release and how far it may go, and see nothing of either.
+A separate process, `fedge rollout start`, supervises a rollout with this machine's keys and configuration: users name a
+release and how far it may go, and see neither.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from fedge.files import version_of
 from fedge.messages import RolloutState
 
 BEGIN_S: Final = 60.0
-"""A supervisor has begun after so long, or something is wrong."""
+"""Time limit for the start of a supervisor."""
 LOOK_S: Final = 0.5
 STOPPABLE: Final[dict[RolloutState | None, tuple[str, ...]]] = {
     RolloutState.RUNNING: ("pause", "abort"),
     RolloutState.PAUSED: ("resume", "abort"),
     RolloutState.DONE: ("abort",),
 }
-"""What may be asked of a supervisor."""
+"""Requests that a supervisor accepts, by state."""
 
 
 class Overview:
@@ -128,7 +128,7 @@ class Overview:
             while not folder.is_supervised():
                 if time.monotonic() > until:
                     raise ConfigError(
-                        f"nothing was seen of the rollout's supervisor in {BEGIN_S:.0f} s: see {folder.path / 'log'}"
+                        f"the rollout's supervisor did not start within {BEGIN_S:.0f} s: see {folder.path / 'log'}"
                     )
                 if process.poll() is not None:
                     log.seek(0)

@@ -37,15 +37,15 @@ from fedge.transport import BrokerSettings, Inbound, Transport
 log = logging.getLogger("fedge.rollout")
 
 QUIET_S: Final = 1.0
-"""A broker that has named no further device for so long has named all that it knows."""
+"""After this time without another device, the broker has named all that it knows."""
 TICK_S: Final = 1.0
 """Pause between two looks at requests and clocks."""
 WRITE_S: Final = 5.0
-"""What devices say is written no more often, unless the rollout itself goes on."""
+"""Shortest time between two writes of device reports, unless the rollout itself advances."""
 MAX_NEWS: Final = 200
 """Events of a rollout that are kept."""
 MAX_EARLIER: Final = 20
-"""Rollouts before it of which is kept what they came to."""
+"""Earlier rollouts whose outcome is kept."""
 
 Observer = Callable[[str, dict[str, Any]], None]
 
@@ -278,7 +278,7 @@ class Supervisor:
 
 
 def _shown(health: Health) -> tuple[object, ...]:
-    """The part of it whose change is shown to people."""
+    """The part whose changes are shown to people."""
     return health.phase, health.release, health.reason
 
 

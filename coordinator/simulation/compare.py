@@ -38,14 +38,14 @@ from fedge.processor import Processor
 FIGURES = ("std", "worst_decile", "macro_f1", "bytes_up", "bytes_down", "seconds", "wall_s", "evaluation_s")
 """Of each run; a comparison has their spread over the seeds."""
 SHARE_OF_THE_BEST = 0.95
-"""The target, unless one is given, in parts of the best method's accuracy."""
+"""The default target, as a share of the best method's accuracy."""
 
 Watch = Callable[[int, int, RunOutcome], None]
-"""Is told of every run: how many are done, of how many, and the last one's outcome."""
+"""Called after every run with the number done, the number wanted, and the outcome."""
 
 
 class Spread(Struct, frozen=True, kw_only=True):
-    """A figure over the seeds, singly and aggregated; `std` is that of a sample (n - 1), 0 for one seed."""
+    """A figure over the seeds; `std` is that of a sample (n - 1), 0 for one seed."""
 
     mean: float
     std: float
@@ -121,7 +121,7 @@ class Comparison(Struct, frozen=True, kw_only=True):
 
 
 class _Run(Struct, frozen=True, kw_only=True):
-    """A method on a seed, with everything that determines its figures."""
+    """A method on a seed, with all settings that determine its figures."""
 
     scenario: Scenario
     method: str

@@ -1,8 +1,8 @@
 """Evaluates the devices' models on test samples that neither they nor the coordinator have seen.
 
-During a run, the model that a device would use now is evaluated (in torch, briefly). At the end every device's
-installed bundle predicts, through `deploy` itself: the headline is what devices really run. Only here does the
-coordinator import `deploy`; the import contract says so.
+During a run, the model that a device would use now is evaluated in torch. At the end every device's installed bundle
+predicts through `deploy`: the headline is what devices really run. Only this module of the coordinator imports `deploy`
+(see the import contract).
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Evaluation:
         }
 
     def now(self, method: Method[Any], state: State, fleet: SimulatedFleet) -> dict[str, Score]:
-        """Per device the model that it would use now: the one it is served, combined with what it keeps."""
+        """Per device the score of the model it would use now: the served one, combined with what it keeps."""
         with self._timed():
             return {
                 i: self._score(worker.personal(model), self._tests[i])

@@ -219,17 +219,17 @@ def tune(*, search: Iterable[str] = (), progress: Progress | None = to_standard_
         found = fedge.tune(method="fedprox", task="digits", search=["learning_rate", "proximal_mu=0.001..1"], trials=20)
         found.best.values, found.best.accuracy
 
-    Trials run side by side in processes of their own. With `out` they are kept, and a search goes on where it was.
+    Trials run side by side in separate processes. With `out` they are kept, and a search can be resumed.
 
     Args:
         search: NAME=LOW..HIGH, NAME=A,B,C, or NAME alone for its usual range, as `--search` of the command.
-        progress: is told of every trial; None: nobody.
+        progress: called with each trial; None: silent.
         **settings: those of `fedge tune`, under the same names.
 
     Raises:
-        ConfigError: a setting is unknown or out of range, there are no such data or method, the task or the network is
-            this process's alone, Ray is not installed, or `out` holds another search.
-        FedgeError: Ray does not get on, or every trial failed.
+        ConfigError: a setting is unknown or out of range, the data or the method does not exist, the task or network
+            exists only in this process, Ray is not installed, or `out` holds another search.
+        FedgeError: Ray fails, or every trial failed.
     """
     found = _settings(TuneSettings, settings)
     check(*method_and_options(found.method))

@@ -1,4 +1,4 @@
-"""What a simulated run found out: the numbers of its JSON file, and how they are computed."""
+"""The results of a simulated run: the figures of its JSON file, and how they are computed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Ints = NDArray[np.integer]
 
 
 class Score(Struct, frozen=True, kw_only=True):
-    """Of one model on n samples."""
+    """Scores of one model on n samples."""
 
     n: int
     accuracy: float
@@ -30,9 +30,9 @@ class Score(Struct, frozen=True, kw_only=True):
 class DeviceOutcome(Struct, frozen=True, kw_only=True):
     """One device at the end. `bundle`: whether it installed one; without, `score` is of the model it is served.
 
-    `release`: the bundle's folder under bundles/; None: there is none, or the run did not say.
-    `late_joiner`: it came when training was over. `private_weight`: of the private model in the bundle, mean over
-    the test samples; None: there is none, or the run did not say.
+    `release`: the bundle's folder under bundles/; None: there is none, or it is unknown. `late_joiner`: it came when
+    training was over. `private_weight`: of the private model in the bundle, mean over the test samples; None: there is
+    none, or it is unknown.
     """
 
     id: str
@@ -47,7 +47,7 @@ class DeviceOutcome(Struct, frozen=True, kw_only=True):
 
 
 class Point(Struct, frozen=True, kw_only=True):
-    """A point of the learning curve: what the devices reach now, and what that has cost until now.
+    """A point of the learning curve: the devices' present accuracy, and its cost so far.
 
     `accuracy`: mean over the devices, each on its own test samples. `global_accuracy`: as in `RunOutcome`.
     """
@@ -61,13 +61,13 @@ class Point(Struct, frozen=True, kw_only=True):
 
     @property
     def figures(self) -> dict[str, float]:
-        """Those of it that are there, by name."""
+        """The known figures, by name."""
         found = {name: getattr(self, name) for name in self.__struct_fields__ if name != "round"}
         return {name: float(value) for name, value in found.items() if value is not None}
 
 
 class Cost(Struct, frozen=True, kw_only=True):
-    """What a method needed to reach an accuracy: rounds, bytes up and down together, simulated seconds."""
+    """The cost of reaching an accuracy: rounds, bytes up and down together, simulated seconds."""
 
     round: int
     bytes: int
@@ -81,8 +81,8 @@ class RunOutcome(Struct, frozen=True, kw_only=True):
     bundle in ONNX Runtime. `cold_start`: the same accuracy over the late joiners, whom all other figures leave out.
     `global_accuracy`: mean over the devices of the model that each is served, on the global test set. `max_abs_diff`:
     largest difference of a probability between torch and ONNX Runtime. `details`: numbers of the method's own summary,
-    such as the silhouette of its clusters. `evaluation_s`: the part of `wall_s` that measuring took. `draws` of
-    the partition, and samples `moved` after the last, until each device had enough; None: of a run that did not say.
+    such as the silhouette of its clusters. `evaluation_s`: the part of `wall_s` spent on measuring. `draws` of the
+    partition, and samples `moved` after the last, until each device had enough; None: unknown.
     """
 
     method: str
@@ -114,7 +114,7 @@ class RunOutcome(Struct, frozen=True, kw_only=True):
     moved: int | None = None
 
     def rows(self) -> list[dict[str, Any]]:
-        """A row for each device: what it is, and how good its bundle is. Of the CSV file, and of `to_pandas`."""
+        """One row per device with its data and scores, for the CSV file and `to_pandas`."""
         return [
             {
                 "device": device.id,
@@ -140,7 +140,7 @@ class RunOutcome(Struct, frozen=True, kw_only=True):
         return data_frame(self.rows())
 
     def plot(self, axes: Any = None) -> Any:
-        """Draw accuracy by round on matplotlib axes, by default new ones, and return them."""
+        """Draw accuracy by round on matplotlib axes (default: new ones) and return them."""
         from coordinator.simulation.plots import draw_by_round
 
         return draw_by_round([self], axes)
@@ -160,7 +160,7 @@ def data_frame(rows: list[dict[str, Any]]) -> Any:
 
 
 def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows as comma-separated values under a line of their names."""
+    """Rows as comma-separated values, with a header."""
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
     writer.writeheader()
@@ -187,7 +187,7 @@ def score(predicted: Ints, y: Ints) -> Score:
 
 
 def sample_accuracy(scores: Sequence[Score]) -> float:
-    """Share of right predictions among the samples of all devices: each counts with its n (pm_moe.md, Eq. 31)."""
+    """Share of right predictions among the samples of all devices (pm_moe.md, Eq. 31)."""
     return float(np.average([score.accuracy for score in scores], weights=[score.n for score in scores]))
 
 
@@ -198,10 +198,7 @@ def worst_decile(accuracies: Sequence[float]) -> float:
 
 
 def cost_of(curve: Sequence[Point], target: float) -> Cost | None:
-    """What the first point of a curve that reaches an accuracy had cost; None if none does.
-
-    As fine as the curve is: a point every few rounds.
-    """
+    """The cost of the first point of a curve that reaches an accuracy; None if none does."""
     point = next((point for point in curve if point.accuracy >= target), None)
     if point is None:
         return None

@@ -1,6 +1,6 @@
-"""The plots of all reports, as SVG that lives inside a page: its colours are the page's own, in the light and the dark.
+"""The plots of all reports, as SVG inside a page, in the page's light and dark colours.
 
-Matplotlib draws with placeholder colours, and each placeholder is then replaced by a CSS variable of the page.
+Matplotlib draws with placeholder colours, which are then replaced by CSS variables of the page.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ VARIABLES = (
     | {colour: f"--method-{i}" for i, colour in enumerate(BARS.values())}
 )
 LINES = ("-", "--", ":")
-"""Of methods, from one round through the colours to the next."""
+"""Line styles of methods: the next one when all colours are used."""
 STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "fedge",
@@ -76,7 +76,7 @@ def by_seconds(runs: Sequence[RunOutcome]) -> str:
 
 
 def draw_by_round(runs: Sequence[RunOutcome], axes: Any = None) -> Any:
-    """Accuracy against rounds on matplotlib axes, by default new ones of pyplot, which are returned."""
+    """Draw accuracy against rounds on matplotlib axes (default: new ones of pyplot) and return them."""
     if axes is None:
         from matplotlib import pyplot as plt
 
@@ -116,7 +116,7 @@ def _draw(
 
 
 def common_points(curves: Sequence[Sequence[Point]]) -> list[list[Point]]:
-    """The points of those rounds in which every curve has one, and each curve's last: a method may end early."""
+    """The points of rounds that every curve has, and each curve's last one: a method may end early."""
     rounds = set.intersection(*({point.round for point in curve[:-1]} for curve in curves))
     return [[*(point for point in curve[:-1] if point.round in rounds), curve[-1]] for curve in curves]
 
@@ -155,7 +155,7 @@ def cluster_map(outcome: Outcome, background: Background) -> str:
 
 
 def group_colours(groups: Mapping[str, int], first: Mapping[str, int]) -> dict[int, int]:
-    """A number for each true group: that of the cluster most of its devices are in, if no group before it has it."""
+    """A number for each true group: that of the cluster with most of its devices, unless an earlier group has it."""
     numbers: dict[int, int] = {}
     for group in sorted(set(groups.values())):
         counts = Counter(first[i] for i, own in groups.items() if own == group and i in first)
@@ -177,7 +177,7 @@ def selection_counts(selection: Mapping[str, int]) -> str:
 
 
 def device_bars(outcome: Outcome) -> str:
-    """Per device one group of bars, one bar for each way to learn."""
+    """A group of bars per device, one bar per way to learn."""
     ids = [device.id for device in outcome.devices]
     height = 0.82 / len(METHODS)
     with figure(1.1 + 0.52 * len(ids)) as (axes, svg):
@@ -195,12 +195,12 @@ def device_bars(outcome: Outcome) -> str:
 
 
 def accuracies(outcome: Outcome) -> list[float]:
-    """Those that `device_bars` shows."""
+    """The accuracies in `device_bars`."""
     return [accuracy for device in outcome.devices for accuracy in device.accuracy.values()]
 
 
 def floor_of(values: Sequence[float]) -> float:
-    """Where an axis begins: a tenth to a fifth below the smallest value, so that differences can be seen."""
+    """Start of an axis: a tenth to a fifth below the smallest value, so that differences are visible."""
     return max(0.0, math.floor(min(values) * 10 - 1) / 10)
 
 
@@ -227,13 +227,13 @@ def _for_a_page(svg: str) -> str:
 
 
 def light_colours() -> dict[str, str]:
-    """The page's variables as colours, where there is no page: those of the light."""
+    """The page's variables as colours of its light mode, for use without a page."""
     style = files("coordinator.simulation").joinpath("page.css").read_text(encoding="utf-8")
     return dict(re.findall(r"(--[\w-]+): (#\w+)", style.partition("@media")[0]))
 
 
 def as_file(svg: str) -> str:
-    """An SVG element of `figure` as a file of its own."""
+    """An SVG element of `figure` as a complete file."""
     names = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
     return without_a_page(svg).replace("<svg", f"<svg {names}", 1)
 

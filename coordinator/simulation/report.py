@@ -1,7 +1,4 @@
-"""The reports of a demo, a run and a comparison: one HTML file each that needs nothing else, and text for a terminal.
-
-A page is made of sections, each with a plot or a table.
-"""
+"""The reports of demos, runs and comparisons: one self-contained HTML file each, and text for a terminal."""
 
 from __future__ import annotations
 
@@ -35,7 +32,7 @@ FILES: Final = ("report.html", "figures.json", "figures.csv", "accuracy.svg")
 
 
 class Report(NamedTuple):
-    """What a demo, a run, a comparison or a federation leaves: a page, its figures, rows of them, and a plot (SVG)."""
+    """The results of a demo, run, comparison or federation: a page, its figures, rows of them, and a plot (SVG)."""
 
     page: str
     outcome: Struct | dict[str, Any]
@@ -44,7 +41,7 @@ class Report(NamedTuple):
 
 
 def write_results(folder: Path | None, report: Report, json_file: Path | None = None) -> None:
-    """`FILES` in the folder, for people and programs, and the JSON file.
+    """Write `FILES` into the folder, and the JSON file.
 
     Raises:
         StoreError: a file cannot be written.
@@ -79,20 +76,20 @@ def columns(*sections: str) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of texts as HTML; one that is too wide can be scrolled by itself."""
+    """A table of texts as HTML; if it is too wide, it scrolls by itself."""
     cells = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
     body = "\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f'<div class="scroll"><table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def tiles(figures: Iterable[tuple[str, str]]) -> str:
-    """Figures in large letters, and what they are."""
+    """Figures in large letters, with captions."""
     found = (f"<div><strong>{escape(big)}</strong><span>{escape(small)}</span></div>" for big, small in figures)
     return '<div class="tiles">\n' + "\n".join(found) + "\n</div>"
 
 
 def axis(floor: float) -> str:
-    """What to say of an axis of accuracies."""
+    """The caption for the start of an axis of accuracies."""
     return f"The axis begins at {floor:.0%}." if floor else "The axis begins at zero."
 
 
@@ -128,7 +125,7 @@ def curves(runs: Sequence[RunOutcome]) -> str:
 
 
 def of_comparison(comparison: Comparison) -> Report:
-    """What `fedge compare` leaves."""
+    """The results of `fedge compare`."""
     return Report(comparison_page(comparison), comparison, comparison.rows(), plots.by_round(comparison.runs))
 
 
@@ -151,15 +148,14 @@ def comparison_page(comparison: Comparison) -> str:
         ),
         section(
             "The methods' own numbers",
-            "Silhouette: of the clusters that were last made, from -1 to 1; where clusters overlap, of each "
-            "membership.",
+            "Silhouette: of the last clusters, from -1 to 1; where clusters overlap, of each membership.",
             table(("Method", "Number", "Mean"), own_rows(comparison)),
         ),
     )
 
 
 def comparison_in_a_notebook(comparison: Comparison) -> str:
-    """Its table and curves for a cell's output."""
+    """A comparison's table and curves for a cell's output."""
     rows = [row(method) for method in comparison.methods]
     return _in_a_notebook(lead(comparison), table(headings(comparison), rows), comparison.runs)
 
@@ -185,7 +181,7 @@ def setting_of(scenario: Scenario) -> str:
 
 
 def lead(comparison: Comparison) -> str:
-    """What was done, in a few sentences."""
+    """A summary of the setting, in a few sentences."""
     scenario = comparison.scenario
     n_devices = len(comparison.runs[0].devices)
     return (
@@ -200,13 +196,13 @@ def lead(comparison: Comparison) -> str:
 
 
 def work_of(scenario: Scenario) -> str:
-    """What a device does in a round."""
+    """A device's work in a round."""
     epochs = scenario.local_epochs
     return f"{scenario.local_steps} steps" if epochs is None else f"{epochs} epoch{'s' * (epochs > 1)}"
 
 
 def milder(runs: Sequence[RunOutcome]) -> str:
-    """By seed how often the partition was drawn and how many samples were moved; empty if neither, or not known."""
+    """How often the partition was drawn and how many samples were moved, by seed; empty: neither, or unknown."""
     found = {}
     for run in runs:
         if (run.draws or 1) > 1 or run.moved:
@@ -214,11 +210,11 @@ def milder(runs: Sequence[RunOutcome]) -> str:
     if not found:
         return ""
     by_seed = "; ".join(f"seed {seed}: {text}" for seed, text in sorted(found.items()))
-    return f"Devices differ less than was asked for, so that each has samples enough: {by_seed}."
+    return f"Devices differ less than requested, so that each has enough samples: {by_seed}."
 
 
 def headings(comparison: Comparison) -> tuple[str, ...]:
-    """Of the table, on the page and in the terminal."""
+    """Headings of the table on the page."""
     return (
         *("Method", "Accuracy", f"− {comparison.baseline}", "− best other"),
         *("Over devices", "Worst 10 %", "Macro F1", "Global"),
@@ -251,7 +247,7 @@ def seed_row(method: MethodOutcome) -> tuple[str, ...]:
 
 
 def own_rows(comparison: Comparison) -> list[tuple[str, str, str]]:
-    """What methods tell of themselves, such as the silhouette of their clusters: method, name, mean over the seeds."""
+    """The methods' own figures, such as the silhouette of their clusters: method, name, mean over the seeds."""
     return [
         (method.method, name, f"{figure.mean:.2f} ±{figure.std:.2f}" if len(figure.seeds) > 1 else f"{figure.mean:.2f}")
         for method in comparison.methods
@@ -307,7 +303,7 @@ def table_of(comparison: Comparison) -> Table:
 
 
 def legend_of(comparison: Comparison) -> str:
-    """What the columns of the terminal's table are."""
+    """The meaning of the columns in the terminal."""
     lines = [
         "accuracy: mean over the devices of their bundles on own test samples, percent, ± over seeds",
         f"− base: to {comparison.baseline}, seed by seed; − best: to the best other method, picked in hindsight",
@@ -354,7 +350,7 @@ def lines_of(outcome: RunOutcome, target: Cost | None, goal: float | None) -> li
 
 
 def run_lead(outcome: RunOutcome, scenario: Scenario) -> str:
-    """What was done, in a few sentences."""
+    """A summary of the setting, in a few sentences."""
     return (
         f"{len(outcome.devices)} simulated devices, {setting_of(scenario)}; {scenario.rounds} rounds of "
         f"{work_of(scenario)}, participation {scenario.participation:.0%}; seed {outcome.seed}. Accuracies are of the "
@@ -364,7 +360,7 @@ def run_lead(outcome: RunOutcome, scenario: Scenario) -> str:
 
 
 def of_run(outcome: RunOutcome, scenario: Scenario, target: float | None = None) -> Report:
-    """What `fedge simulate` leaves."""
+    """The results of `fedge simulate`."""
     lines = lines_of(outcome, None if target is None else cost_of(outcome.curve, target), target)
     return Report(run_page(outcome, scenario, lines), outcome, outcome.rows(), plots.by_round([outcome]))
 
@@ -400,7 +396,7 @@ def run_in_a_notebook(found: Simulation) -> str:
 
 
 def of_demo(outcome: Outcome, background: Background) -> Report:
-    """What `fedge demo` leaves."""
+    """The results of `fedge demo`."""
     rows = [
         {"device": d.id, "n_train": d.n_train, "n_test": d.n_test, "rounds": outcome.selection[d.id]}
         | {name: d.accuracy[name] for name in METHODS}
@@ -460,7 +456,7 @@ def demo_page(outcome: Outcome, background: Background) -> str:
 
 
 def demo_lead(outcome: Outcome, background: Background) -> str:
-    """What happened, in a few sentences."""
+    """A summary of the demo, in a few sentences."""
     return (
         f"{outcome.agents} devices learned “{outcome.task}” ({outcome.partition}) in {outcome.rounds} rounds of "
         f"{background.method} over MQTT ({outcome.broker}), seed {outcome.seed}. "
@@ -508,7 +504,7 @@ def _demo_row(device: DeviceOutcome) -> tuple[str, ...]:
 
 
 def of_federation(summary: dict[str, Any]) -> Report:
-    """What a coordinator's home tells: as `fedge status` has it, as a page."""
+    """A coordinator's home as a page, with the figures of `fedge status`."""
     curve = [(line["round"], line["accuracy"]) for line in summary["history"] if line["accuracy"] is not None]
     background = Background(summary["method"], {"personalised": curve}, (), None, {})
     rows = [

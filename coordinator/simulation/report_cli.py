@@ -1,4 +1,4 @@
-"""`fedge report`: the report of a run, made again from its folder."""
+"""`fedge report`: remakes the report of a run from its folder."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def report(folder: Path, *, as_json: bool) -> None:
     try:
         made = remade(folder, run)
     except (OSError, KeyError, TypeError, *MALFORMED) as error:
-        raise StoreError(f"the figures in {folder} cannot be read: {error!r}; has the run come to its end?") from error
+        raise StoreError(f"the figures in {folder} cannot be read: {error!r}; has the run ended?") from error
     write_results(folder, made)
     if as_json:
         figures = json.loads((folder / "figures.json").read_bytes())
@@ -78,11 +78,11 @@ def report(folder: Path, *, as_json: bool) -> None:
 
 
 def remade(folder: Path, run: runs.Run) -> Report:
-    """The report from the figures that the run left.
+    """The report from the figures in the folder.
 
     Raises:
-        OSError, KeyError, TypeError, msgspec.DecodeError: they are not there, or not such figures.
-        ConfigError: nothing is there of a coordinator.
+        OSError, KeyError, TypeError, msgspec.DecodeError: they do not exist, or are malformed.
+        ConfigError: the coordinator has left no summary.
     """
     if run.command == "coordinator":
         return of_federation(read_summary(folder))

@@ -31,9 +31,9 @@ from fedge.processor import Processor
 
 T = TypeVar("T")
 LOOK_S = 0.1
-"""How often work in a thread is looked at."""
+"""Pause between two looks at work in a thread."""
 Watch = Callable[[str], None]
-"""Is told how far a run is, in words, after each evaluation."""
+"""Called with a line of progress after each evaluation."""
 
 
 def simulate(
@@ -57,7 +57,7 @@ def simulate(
         home: folder in which the devices' folders are made.
         watch: called with progress.
         label: the run's name for the method.
-        on: what carries the orders out; None: this process.
+        on: the engine that carries out the orders; None: this process.
         track: called with each point of the curve.
 
     Raises:
@@ -122,7 +122,7 @@ def validate(
 def _engine(
     on: Running | None, scenario: Scenario, federation: Federation, method: Method[Any], home: Path
 ) -> Iterator[Execute]:
-    """What carries the orders of the devices out."""
+    """The engine that carries out the devices' orders."""
     if on is None or on.engine is Engine.LOCAL:
         yield batched.execute
         return
@@ -172,10 +172,10 @@ def run_to_end(work: Coroutine[Any, Any, T]) -> T:
 
 
 def require_wanted() -> None:
-    """Of use while a running event loop has to wait: in a script its runner turns Ctrl-C into the end of a task.
+    """End if the waiting task was cancelled: within a running event loop, Ctrl-C cancels its task.
 
     Raises:
-        CancelledError: the task that waits shall end.
+        CancelledError: it was.
     """
     try:
         waiting = asyncio.current_task()
@@ -216,7 +216,7 @@ async def _run(
             track(point)
 
     def on_round(state: State) -> None:
-        """A method may have rounds after the last one of training: they have no number of their own."""
+        """Skip rounds after training, which have no number of their own."""
         if state.round <= scenario.rounds and not method.done(state) and state.round % scenario.spacing == 0:
             measure(state, state.round, _mean(evaluation.now(method, state, fleet), federation.late_joiners))
             watch(f"round {state.round}/{scenario.rounds}  accuracy {curve[-1].accuracy:.3f}")

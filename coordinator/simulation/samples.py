@@ -1,4 +1,4 @@
-"""The samples of a task, and how they are dealt out to devices by a demo, a simulation and `fedge sample`."""
+"""The samples of a task, partitioned over devices for a demo, a simulation or `fedge sample`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 def samples_of(partitioning: Partitioning, seed: int, apart: float, limit: int | None = None) -> tuple[Pool, Pool]:
-    """The samples of a task with the network that is asked for: those to be dealt out, and a share that is set apart.
+    """The samples of a task with the requested network: those to partition, and a share set apart.
 
-    What is set apart is turned as the cameras of the groups see it. `limit`: unless the settings have one.
+    The share set apart is turned like the groups' cameras. `limit`: the default number of samples.
 
     Raises:
         ConfigError: there are no such data.
@@ -31,7 +31,7 @@ def samples_of(partitioning: Partitioning, seed: int, apart: float, limit: int |
 
 
 def generated(partitioning: Partitioning, samples: Pool, n_devices: int, seed: int) -> Generated:
-    """Devices with samples of their own making.
+    """Devices that generate their samples.
 
     Raises:
         ConfigError: the samples are no images.
@@ -51,10 +51,10 @@ def generated(partitioning: Partitioning, samples: Pool, n_devices: int, seed: i
 def shares_of(
     partitioning: Partitioning, samples: Pool, n_devices: int, seed: int, milder: Milder | None = None
 ) -> list[Share]:
-    """The samples dealt out to devices.
+    """The samples, partitioned over devices.
 
     Raises:
-        ConfigError: they cannot be dealt out as asked for.
+        ConfigError: they cannot be partitioned as requested.
     """
     if partitioning.partition is Partition.GENERATED:
         return list(generated(partitioning, samples, n_devices, seed).values())

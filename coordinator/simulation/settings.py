@@ -1,6 +1,6 @@
-"""What is learned, by which devices and with which budget: the settings of `fedge demo`, `simulate` and `compare`.
+"""Task, devices and budget: the settings of `fedge demo`, `simulate`, `compare`, `tune` and `sample`.
 
-They are also the arguments of `fedge.simulate` and `fedge.compare`. What stands here stands nowhere else.
+They are also the arguments of the Python interface, and defined only here.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from fedge.weights import Adapt, ModelName, Weights
 
 
 class Partition(StrEnum):
-    """How the samples are dealt out (`fedge.tasks.partition`)."""
+    """How the samples are partitioned (`fedge.tasks.partition`)."""
 
     DIRICHLET = "dirichlet"
     GROUPS = "groups"
@@ -53,7 +53,7 @@ class Partition(StrEnum):
 
 
 class Groups(StrEnum):
-    """In what planted groups differ."""
+    """How planted groups differ."""
 
     ROTATION = "rotation"
     LABELS = "labels"
@@ -69,14 +69,14 @@ class Sizes(StrEnum):
 
 
 class Marks(StrEnum):
-    """What `sensitive` is a share of."""
+    """The whole of which `sensitive` is a share."""
 
     SAMPLES = "samples"
     CLASSES = "classes"
 
 
 class Engine(StrEnum):
-    """What carries the devices' orders out."""
+    """What carries out the devices' orders."""
 
     LOCAL = "local"
     RAY = "ray"
@@ -91,7 +91,7 @@ class Hardware(StrEnum):
 
 
 class Partitioning(Struct, frozen=True, kw_only=True):
-    """Samples, and how they are dealt out to devices."""
+    """Samples, and their partition over devices."""
 
     task: Annotated[
         str,
@@ -141,7 +141,7 @@ class Partitioning(Struct, frozen=True, kw_only=True):
 
 
 class Setup(Partitioning, frozen=True, kw_only=True):
-    """Data, devices and local training: what a demo and a simulation have in common."""
+    """Data, devices and local training, for demos and simulations."""
 
     rounds: Annotated[int, Meta(ge=0, description="Rounds of training.")] = 30
     participation: Annotated[float, Meta(gt=0, le=1, description="Share of the devices asked in a round.")] = 1.0
@@ -165,7 +165,7 @@ class Setup(Partitioning, frozen=True, kw_only=True):
 
 
 class Scenario(Setup, frozen=True, kw_only=True):
-    """What the methods of a comparison have in common."""
+    """Settings that the methods of a comparison share."""
 
     global_test: Annotated[
         float, Meta(ge=0, lt=1, description="Share of all samples set apart as global test set before partitioning.")
@@ -198,7 +198,7 @@ class Scenario(Setup, frozen=True, kw_only=True):
     ] = None
 
     def for_method(self, seed: int, options: dict[str, Option]) -> MethodSettings:
-        """What the method needs to know."""
+        """The settings for the method."""
         return settings_of(self, seed, options)
 
     @property
@@ -214,14 +214,14 @@ _ONLY_FOR: Final = {
     "shards": (Partition.SHARDS,),
     "iid_share": (Partition.SHARDS,),
 }
-"""Settings that some partitions alone have a use for."""
+"""Settings that have an effect only with some partitions."""
 
 
 def check_partitioning(given: Partitioning) -> None:
-    """Refuse what would be ignored: a number that was asked for and changes nothing misleads.
+    """Refuse settings without effect, which would mislead.
 
     Raises:
-        ConfigError: a setting is not of this partition, or the task needs no data; the text says which.
+        ConfigError: a setting has no effect with this partition or task; the text says which.
     """
     defaults = type(given)()
     for name, partitions in _ONLY_FOR.items():
@@ -242,7 +242,7 @@ def check_partitioning(given: Partitioning) -> None:
 
 
 class Running(Scenario, frozen=True, kw_only=True):
-    """What a simulation or a comparison runs on; its figures do not depend on it, but for the rounding of floats."""
+    """The engine of a simulation or comparison; apart from the rounding of floats, figures do not depend on it."""
 
     engine: Annotated[
         Engine, Meta(description="local: this process, of a comparison several; ray: a Ray cluster (fedge[ray]).")
@@ -302,7 +302,7 @@ class TuneSettings(Scenario, frozen=True, kw_only=True):
 
 
 class DemoSettings(Setup, frozen=True, kw_only=True):
-    """Section [demo] of the configuration: fewer devices than a simulation has, for each is a process."""
+    """Section [demo] of the configuration: fewer devices than in a simulation, since each is a process."""
 
     devices: Annotated[int, Meta(ge=1, le=200, description="Devices, one process each.")] = 12
     partition: Annotated[
@@ -337,7 +337,7 @@ class DemoSettings(Setup, frozen=True, kw_only=True):
         return self.out
 
     def for_method(self, participation: float) -> MethodSettings:
-        """What a baseline needs to know that has this share of the devices in each round."""
+        """The settings for a baseline with this share of the devices in each round."""
         given = {name: getattr(self, name) for name in Setup.__struct_fields__} | {"participation": participation}
         return settings_of(Setup(**given), self.seed, {})
 

@@ -1,8 +1,8 @@
 """Search a method's options and the settings of local training on validation samples, with Ray Tune.
 
-Configurations are drawn at random, the first one is what was given; after a ninth and a third of the rounds one that is
-not among the best third so far is stopped (ASHA: Li et al., "A System for Massively Parallel Hyperparameter Tuning",
-MLSys 2020). Test samples are not looked at: what was found is measured by `fedge simulate`.
+The first configuration is the given one, the others are drawn at random. After a ninth and a third of the rounds, those
+not among the best third so far are stopped (ASHA: Li et al., "A System for Massively Parallel Hyperparameter Tuning",
+MLSys 2020). Test samples are not used: `fedge simulate` measures the result.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from ray.tune.schedulers import ASHAScheduler  # noqa: TID251
 from ray.tune.search.basic_variant import BasicVariantGenerator  # noqa: TID251
 
 USUAL: Final = {"learning_rate": "0.003..0.3", "batch_size": "8,16,32,64", "local_steps": "5..40"}
-"""Where a setting of local training is looked for, unless the user says where."""
+"""Default ranges of the settings of local training."""
 SETTINGS: Final = (*USUAL, "local_epochs", "momentum", "weight_decay")
 REDUCTION: Final = 3
-"""Of so many configurations one goes on."""
+"""One of this many configurations continues."""
 DECADE: Final = 10.0
-"""Ranges of positive numbers that span so much are searched by ratio."""
+"""Wider ranges of positive numbers are searched by ratio."""
 PLACES: Final = ("out", "ray_address")
 TRIALS, FIGURES, CONFIG = "trials", "figures.json", "best.toml"
 Watch = Callable[[str], None]
@@ -55,14 +55,14 @@ Watch = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """What is searched for a setting or an option: one of `words`, or a number from `low` to `high`."""
+    """The range of a setting or option: one of `words`, or a number from `low` to `high`."""
 
     words: tuple[Option, ...] = ()
     low: float = 0
     high: float = 0
 
     def domain(self) -> Any:
-        """As Ray Tune has it."""
+        """The range for Ray Tune."""
         if self.words:
             return ray_tune.choice(list(self.words))
         by_ratio = self.low > 0 and self.high / self.low >= DECADE
@@ -74,12 +74,12 @@ class Range:
         return ",".join(map(str, self.words)) or f"{self.low:g}..{self.high:g}"
 
     def ends(self) -> tuple[Option, ...]:
-        """Values that must be allowed for all others to be."""
+        """Values that are valid if and only if all others are."""
         return self.words or (self.low, self.high)
 
 
 class Tried(Struct, frozen=True, kw_only=True):
-    """A configuration: what was searched, the last accuracy on validation samples, after so many rounds."""
+    """A configuration: its searched values, and its last accuracy on validation samples, after `rounds`."""
 
     values: dict[str, Option]
     accuracy: float
@@ -87,9 +87,9 @@ class Tried(Struct, frozen=True, kw_only=True):
 
 
 class Tuning(Struct, frozen=True, kw_only=True):
-    """What was found: the JSON file of `fedge tune`.
+    """The result: the JSON file of `fedge tune`.
 
-    `trials`: best first, those that went farthest before all others. `asked`: the configuration as it was given.
+    `trials`: by rounds reached, then by accuracy, the best first. `asked`: the given configuration.
     """
 
     scenario: Scenario
@@ -102,11 +102,11 @@ class Tuning(Struct, frozen=True, kw_only=True):
 
 
 def ranges_of(method: str, search: Iterable[str]) -> dict[str, Range]:
-    """What is searched, by name.
+    """The ranges to search, by name.
 
     Args:
-        method: its options are searched beside the settings of local training.
-        search: NAME=LOW..HIGH, NAME=A,B,C, or NAME: its usual range, or that which the method declares. None: the
+        method: its options can be searched beside the settings of local training.
+        search: NAME=LOW..HIGH, NAME=A,B,C, or NAME: its usual range, or that which the method declares. Empty: the
             learning rate, and all real options of the method that have a lowest and a highest value.
 
     Raises:
@@ -143,7 +143,7 @@ def _range(name: str, text: str) -> Range:
 
 
 def _declared(kind: Any) -> Range | None:
-    """The range of a real number that has a lowest and a highest value; a bound that is not one itself is kept off."""
+    """The range of a real option that has a lowest and a highest value; exclusive bounds are kept at a distance."""
     if get_args(kind)[:1] == (int,):  # its bounds are what is possible, not what is sensible
         return None
     for meta in (meta for meta in metas_of(kind) if isinstance(meta, Meta)):
@@ -157,7 +157,7 @@ def _declared(kind: Any) -> Range | None:
 def applied(
     scenario: Scenario, options: Mapping[str, Option], values: Mapping[str, Option]
 ) -> tuple[Scenario, dict[str, Option]]:
-    """Scenario and options of the method with what was searched put in.
+    """Scenario and options of the method with the searched values applied.
 
     Raises:
         ConfigError: a setting is out of range.
@@ -168,18 +168,18 @@ def applied(
 
 
 def tune(settings: TuneSettings, search: Iterable[str], out: Path, watch: Watch) -> Tuning:
-    """Try configurations, several at a time, and write the best one; a search that was interrupted goes on.
+    """Try configurations, several at a time, and write the best one; resumes an interrupted search.
 
     Args:
-        settings: of data, devices and budget; what is not searched stays as it is.
-        search: as of `ranges_of`.
+        settings: of data, devices and budget; those not searched stay unchanged.
+        search: as for `ranges_of`.
         out: folder of the results.
-        watch: is told of every configuration.
+        watch: called with each configuration.
 
     Raises:
-        ConfigError: something of it cannot be had; `out` holds another search.
-        FedgeError: Ray does not get on, or every trial failed.
-        KeyboardInterrupt: Ctrl-C; what is done is kept.
+        ConfigError: a setting is not available as requested, or `out` holds another search.
+        FedgeError: Ray fails, or every trial failed.
+        KeyboardInterrupt: Ctrl-C; finished trials are kept.
     """
     scenario = scenario_of(settings)
     name, fixed = method_and_options(settings.method)
@@ -287,7 +287,7 @@ def sentence(one: Tried, scenario: Scenario) -> str:
 
 
 def told(values: Mapping[str, Option]) -> str:
-    """What was tried, in a line."""
+    """The values of a configuration, in a line."""
     return "  ".join(
         f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in values.items()
     )
@@ -298,10 +298,10 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Option]:
 
 
 def keep_search(out: Path, settings: TuneSettings, ranges: Mapping[str, Range]) -> None:
-    """Keep what is searched in the folder.
+    """Record the search in the folder.
 
     Raises:
-        ConfigError: it has another search.
+        ConfigError: it holds another search.
     """
     changing = {name: getattr(settings, name) for name in TuneSettings.__struct_fields__ if name not in PLACES}
     wanted = json.dumps(changing | {"searched": {name: str(each) for name, each in ranges.items()}}, default=str)
@@ -313,17 +313,17 @@ def keep_search(out: Path, settings: TuneSettings, ranges: Mapping[str, Range]) 
 
 
 class _Watching(ray_tune.Callback):
-    """Tells of each trial that has ended."""
+    """Reports each finished trial."""
 
     def __init__(self, watch: Watch, n_trials: int) -> None:
         self._watch, self._n_trials = watch, n_trials
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **_: Any) -> None:  # noqa: ARG002
-        """One has ended, by itself or because it was stopped."""
+        """A trial has ended, by itself or because it was stopped."""
         done, last = {each.trial_id for each in trials if each.is_finished()} | {trial.trial_id}, trial.last_result
         reached = f"accuracy {100 * last['accuracy']:.1f} % after round {last['rounds']}"
         self._watch(f"{len(done)}/{self._n_trials}  {told(_plain(trial.config))}  {reached}")
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **_: Any) -> None:  # noqa: ARG002
-        """One has failed."""
+        """A trial has failed."""
         self._watch(f"failed  {told(_plain(trial.config))}  see {trial.error_file}")

@@ -76,7 +76,7 @@ def test_a_supervisor_that_is_not_seen_has_not_begun(
     overview: Overview, repo: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("coordinator.rollout.overview.BEGIN_S", 0.0)
-    with pytest.raises(ConfigError, match="nothing was seen of the rollout's supervisor"):
+    with pytest.raises(ConfigError, match="the rollout's supervisor did not start within"):
         overview.ask("repo", "start", "2/manifest.json")
     (process,) = overview._begun
     process.kill()

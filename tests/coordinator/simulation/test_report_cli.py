@@ -68,5 +68,5 @@ def test_a_coordinators_home_becomes_a_page(tmp_path: Path, capsys: pytest.Captu
 def test_a_run_that_has_not_ended_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs.note(tmp_path, "simulate", SimulationSettings())
     assert main(["report", str(tmp_path)]) == 4
-    assert "has the run come to its end?" in capsys.readouterr().err
+    assert "has the run ended?" in capsys.readouterr().err
     assert main(["report", str(tmp_path / "nowhere")]) == 2
