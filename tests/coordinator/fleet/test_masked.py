@@ -258,7 +258,7 @@ async def test_clusters_smaller_than_a_cohort_learn_nothing(tmp_path, caplog) ->
     state = await run(method, method.init(layout, first), fleet)
     assert state.clusters
     assert {len(devices) for devices in state.sums} == {8}, "the warm-up alone"
-    assert "who may not be summed" in caplog.text
+    assert "which may not be summed" in caplog.text
 
 
 @pytest.mark.parametrize(

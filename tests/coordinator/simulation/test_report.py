@@ -132,12 +132,12 @@ def test_what_minimum_sizes_took_is_said_by_seed() -> None:
     took = {0: {"draws": 1, "moved": 0}, 1: {"draws": 7, "moved": 0}, 2: {"draws": 100, "moved": 15}}
     runs = [a_run(m, seed, **took[seed]) for seed in took for m in ("m", "n")]
     found = together(Scenario(), runs, ["m", "n"], tuple(took), "m", None)
-    text = "samples enough: seed 1: 7 draws, 0 samples moved; seed 2: 100 draws, 15 samples moved."
+    text = "enough samples: seed 1: 7 draws, 0 samples moved; seed 2: 100 draws, 15 samples moved."
     assert text in lead(found)
     assert text in comparison_page(found)
     assert text in legend_of(found)
     for silent in (a_comparison(2), together(Scenario(), [a_run("m", 0, **took[0])], ["m"], (0,), "m", None)):
-        assert "asked for" not in lead(silent) + legend_of(silent), "not needed, or of a folder that does not say"
+        assert "than requested" not in lead(silent) + legend_of(silent), "not needed, or of a folder that does not say"
 
 
 def test_the_table_fits_eighty_columns() -> None:
