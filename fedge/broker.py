@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import getpass
 import json
 import logging
 import os
+import random
 import shutil
 import signal
 import socket
@@ -36,8 +38,8 @@ from fedge.identity import CRL, Role, subject_of
 log = logging.getLogger("fedge.broker")
 
 KINDS: Final = ("auto", "mosquitto", "amqtt")
-START_TIMEOUT_S: Final = 20.0
-"""amqtt imports for several seconds on a Raspberry Pi."""
+START_TIMEOUT_S: Final = 60.0
+"""amqtt imports for several seconds on a Raspberry Pi, and for longer on a busy one."""
 STOP_TIMEOUT_S: Final = 5.0
 POLL_S: Final = 0.02
 LOOK_S: Final = 0.5
@@ -83,10 +85,17 @@ def mosquitto_config(listener: str, home: Path | None = None) -> str:
 
 
 def free_port(host: str) -> int:
-    """A TCP port that is free at this moment."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+    """A TCP port that is free at this moment. The system gives it to nobody by itself, so a broker can return to it."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_768)  # Linux gives those from 32768
+        with socket.socket() as probe:
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+            else:
+                return port
 
 
 class LocalBroker:

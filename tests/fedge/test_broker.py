@@ -163,10 +163,18 @@ def test_child_refuses_unknown_arguments():
         main(["--nonsense"])
 
 
-def test_free_port_can_be_used():
+def test_free_port_can_be_used_and_is_none_that_the_system_gives_away():
     port = free_port("127.0.0.1")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", port))
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        assert port < 32_768 <= other.getsockname()[1]
+
+
+def test_free_port_of_an_address_that_is_not_here_is_refused():
+    with pytest.raises(OSError, match="Cannot assign requested address"):
+        free_port("192.0.2.1")
 
 
 @pytest.mark.broker

@@ -122,8 +122,14 @@ async def trained_once(
     return fleet, {i: answer.result for i, answer in answers.items() if isinstance(answer.result, Trained)}
 
 
-async def averaged(federation: Federation, fleet: SimulatedFleet, updates: dict[str, Trained], rule: str) -> bytes:
-    """The averages of all and of every second update."""
+async def averaged(
+    federation: Federation, fleet: SimulatedFleet, updates: dict[str, Trained], rules: tuple[str, ...]
+) -> bytes:
+    """The averages of all and of every second update, by each rule."""
+    return b"".join([await averaged_by(federation, fleet, updates, rule) for rule in rules])
+
+
+async def averaged_by(federation: Federation, fleet: SimulatedFleet, updates: dict[str, Trained], rule: str) -> bytes:
     scenario = msgspec.structs.replace(SCENARIO, average=rule)
     method = make("fedavg", scenario.for_method(SEED, {}), Server(federation.task, None))
     ids = list(updates)
@@ -134,9 +140,9 @@ async def averaged(federation: Federation, fleet: SimulatedFleet, updates: dict[
     return whole.params.tobytes() + half.params.tobytes()
 
 
-@pytest.mark.parametrize("rule", ["clipped", "mean", "median"])
+@pytest.mark.parametrize("rules", [("clipped", "mean"), ("median",)])
 async def test_averages_do_not_depend_on_who_dies(
-    rule: str,
+    rules: tuple[str, ...],
     cluster: Any,
     federation: Federation,
     tmp_path: Path,
@@ -145,14 +151,14 @@ async def test_averages_do_not_depend_on_who_dies(
 ) -> None:
     """Equal bytes after all actors died, and after the node died that alone had the updates."""
     monkeypatch.setattr(on_ray, "BLOCKS", 3)  # large enough for the object store
-    here = await averaged(federation, *await trained_once(federation, tmp_path / "here", batched.execute), rule)
+    here = await averaged(federation, *await trained_once(federation, tmp_path / "here", batched.execute), rules)
     there = shards(federation, tmp_path / "there", 2)
     fleet, updates = await trained_once(federation, tmp_path / "there", there)
-    undisturbed = await averaged(federation, fleet, updates, rule)
+    undisturbed = await averaged(federation, fleet, updates, rules)
     np.testing.assert_allclose(np.frombuffer(undisturbed), np.frombuffer(here), rtol=1e-6, atol=1e-9)
     for shard in there._idle:
         ray.kill(shard)
-    assert await averaged(federation, fleet, updates, rule) == undisturbed
+    assert await averaged(federation, fleet, updates, rules) == undisturbed
     assert "updates_lost" not in caplog.text
 
     for shard in (*there._idle, *there._coming.values()):
@@ -166,7 +172,7 @@ async def test_averages_do_not_depend_on_who_dies(
         ray.kill(shard)
     fleet, updates = await trained_once(federation, tmp_path / "lost", lossy)
     cluster.remove_node(second, allow_graceful=False)
-    assert await averaged(federation, fleet, updates, rule) == undisturbed
+    assert await averaged(federation, fleet, updates, rules) == undisturbed
     assert "updates_lost" in caplog.text
 
 
@@ -178,7 +184,7 @@ async def test_only_sums_travel(cluster: object, federation: Federation, tmp_pat
     there = shards(federation, tmp_path, 2)
     fleet, updates = await trained_once(federation, tmp_path, there)
     there.fetch = None  # type: ignore[assignment, method-assign]
-    await averaged(federation, fleet, updates, "clipped")
+    await averaged(federation, fleet, updates, ("clipped",))
 
 
 def test_a_simulation_on_ray_gives_the_figures_of_one_here(cluster: object, tmp_path: Path) -> None:
