@@ -458,6 +458,7 @@ def measure(name: str, arguments: argparse.Namespace) -> Comparison:
         | {"global_test": 0.0, "model": arguments.model, "evaluate_every": 1000, "jobs": arguments.jobs}
         | fields
         | TABLES[arguments.table]
+        | ({"rounds": arguments.rounds} if arguments.rounds else {})
         | source,
         CompareSettings,
         strict=False,
@@ -602,6 +603,7 @@ def main() -> None:
     parser.add_argument("--settings", help="some of them, with ; between them (default: all)")
     parser.add_argument("--methods", type=lambda text: text.split(","), help="with commas (default: the table's)")
     parser.add_argument("--seeds", default="40,41,42", help="with commas (default 40,41,42)")
+    parser.add_argument("--rounds", type=int, help="fewer than the table's, to see that it runs")
     parser.add_argument("--model", help="such as cnn, for all settings (default: one hidden layer of 32)")
     parser.add_argument(
         "--rivals-train-on-validation", action="store_true", help="all but fedge and its variants, one run at a time"

@@ -40,6 +40,7 @@ class Script(NamedTuple):
     data: str | None = None
 
 
+ONE_RUN = ("--seeds", "0", "--rounds", "8", "--jobs", "1", "--out", "out")
 QUICK = ("--quick", "--jobs", "1", "--out", "out")
 SCRIPTS = {
     "checks.py": Script(
@@ -48,7 +49,7 @@ SCRIPTS = {
     ),
     "clustering.py": Script(("--devices", "60"), ("aidc", "mctc", "rand", "memory_mb")),
     "default_method.py": Script(
-        ("--settings", "digits, alpha 0.5", "--methods", "fedge,fedavg", "--seeds", "0", "--jobs", "1", "--out", "out"),
+        (*ONE_RUN, "--settings", "digits, alpha 0.5", "--methods", "fedge,fedavg"),
         ("digits, alpha 0.5", "fedge", "fedavg", "to_best_other"),
     ),
     "dp.py": Script(("--tasks", "digits", "--rounds", "1"), ("digits", "inf", "global", "own")),
@@ -189,7 +190,7 @@ def test_each_row_of_the_ablation_is_a_configuration() -> None:
 def test_the_ablation_gives_differences_to_the_default_in_points_beside_the_published_ones(tmp_path: Path) -> None:
     methods = "fedge,benchmarks.default_method:PrivateAlone"
     chosen = ("--table", "ablation", "--settings", "digits, alpha 1", "--methods", methods)
-    printed = run("default_method.py", (*chosen, "--seeds", "0", "--jobs", "1", "--out", "out"), tmp_path)
+    printed = run("default_method.py", (*chosen, *ONE_RUN), tmp_path)
     runs = [json.loads(file.read_text()) for file in (tmp_path / "out" / "runs").iterdir()]
     ours, private = sorted(runs, key=lambda found: len(found["method"]))
     accuracy, f1 = (100 * (private[name] - ours[name]) for name in ("accuracy", "macro_f1"))
