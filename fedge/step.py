@@ -122,6 +122,11 @@ class Action(Struct, frozen=True, kw_only=True):
     TIMED: ClassVar[bool] = True
     """Whether the time of the work is told: not where sensitive samples shape it from the start, nor next to none."""
 
+    @property
+    def exports(self) -> bool:
+        """`EXPORTS`; of an order to a relay, whether any of its devices' actions does."""
+        return self.EXPORTS
+
     def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
         """Approximate cost in forward passes of one sample; the simulated clock and deadlines use it.
 

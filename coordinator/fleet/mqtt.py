@@ -587,7 +587,7 @@ class MqttFleet:
 
     def _allowed_s(self, actions: Mapping[str, Action]) -> dict[str, float]:
         works = {i: self._work(i, action) for i, action in actions.items()}
-        exporting = [i for i, action in actions.items() if action.EXPORTS]
+        exporting = [i for i, action in actions.items() if action.exports]
         return self._paces.allowed_s(works, least_s=self._deadline_s, exporting=exporting)
 
     async def _open_book(self, entries: Collection[Entry], allowed_s: Mapping[str, float]) -> None:

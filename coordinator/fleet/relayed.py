@@ -88,7 +88,10 @@ class Relayed(Result, frozen=True, kw_only=True):
 
 
 class Relay(Action, frozen=True, kw_only=True):
-    """Ask the devices of the site. `orders`: file, `SiteOrders`. `work`: of the largest one, in forward passes."""
+    """Ask the devices of the site.
+
+    `orders`: file, `SiteOrders`. `work`: of the largest one, in forward passes. `bundles`: whether any writes a bundle.
+    """
 
     STEP: ClassVar = "relay"
     RESULT: ClassVar = Relayed
@@ -98,6 +101,12 @@ class Relay(Action, frozen=True, kw_only=True):
     orders: BlobRef
     models: Annotated[tuple[BlobRef, ...], Meta(max_length=MAX_MODELS)]
     work: NonNegative
+    bundles: bool = False
+
+    @property
+    def exports(self) -> bool:
+        """Whether any device on the site writes a bundle."""
+        return self.bundles
 
     def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
         """The devices work side by side."""
@@ -217,6 +226,7 @@ class RelayFleet(FleetAround):
                 orders=self.put_bytes(msgspec.msgpack.encode(site.orders(self._seed, self._layout, self._keep[via]))),
                 models=site.models(),
                 work=work[via],
+                bundles=any(action.exports for action in site.actions.values()),
             )
             for via, site in sites.items()
         }

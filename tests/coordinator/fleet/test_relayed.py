@@ -18,6 +18,7 @@ from fedge.messages import BlobRef, Codec, Outcome, Why
 from fedge.sgd import Sgd
 from fedge.step import Action, Declined, Result, body_of
 from fedge.steps.describe_labels import DescribeLabels, LabelsDescribed
+from fedge.steps.install import Install
 from fedge.steps.train import Start, Train, Trained
 from fedge.tensors import unflatten
 from tests.support.simulation import digits
@@ -69,6 +70,16 @@ async def test_a_site_is_asked_once_and_each_of_its_devices_answers(tmp_path: Pa
     assert isinstance(asked, Relay)
     orders = msgspec.msgpack.decode(below.get_bytes(asked.orders), type=SiteOrders)
     assert (orders.seed, orders.devices) == (4, {"d0": 0})
+
+
+async def test_a_site_whose_devices_write_bundles_has_as_long_as_a_device_that_does(tmp_path: Path) -> None:
+    below = Below(tmp_path)
+    below.answers = [None, None]
+    above = below.above()
+    bundle = Install(model=below.first, method="fedavg")
+    await above.run("bundle", {"s.d0": DescribeLabels(), "s.d1": bundle})
+    await above.run("labels", {"s.d0": DescribeLabels()})
+    assert [asked.exports for asked in below.asked] == [True, False]
 
 
 @pytest.mark.parametrize(
