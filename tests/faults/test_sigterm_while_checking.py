@@ -1,0 +1,62 @@
+"""SIGTERM to a coordinator whose processes check updates: all end in time, and nothing counts twice."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from coordinator.fleet.checking import SMALL
+from coordinator.methods.fedavg import FedAvgState
+from fedge.background import STOP_S
+from fedge.broker import LocalBroker
+from fedge.models import initial
+from fedge.tasks import task_spec
+from tests.support.federation import Federation, Running, same, settings, until
+
+DEVICES = ("cam0", "cam1", "cam2")
+ROUNDS = 8
+TASK = msgspec.structs.replace(task_spec("digits"), model_options={"hidden": 1000})
+
+
+def checkers(coordinator: Running) -> list[psutil.Process]:
+    found = []
+    for child in psutil.Process(coordinator.process.pid).children():
+        with contextlib.suppress(psutil.Error):  # a process for something else, which has just ended
+            if "coordinator.fleet.checking:checked" in child.cmdline():
+                found.append(child)
+    return found
+
+
+def stop_the_checks(coordinator: Running) -> bool:
+    """Make the processes that check stand still: they start when an update has come, and so have one to check."""
+    found = checkers(coordinator)
+    for child in found:
+        child.send_signal(signal.SIGSTOP)
+    return bool(found)
+
+
+async def test_it_ends_in_time_and_the_next_one_counts_each_update_once(mosquitto: LocalBroker, tmp_path: Path) -> None:
+    assert initial(TASK, 0)[0].n_params > SMALL
+    async with Federation(mosquitto, tmp_path, devices=DEVICES, task=TASK) as federation:
+        await federation.agents()
+        coordinator = await federation.coordinator(method="fedavg", rounds=ROUNDS)
+        await until(lambda: stop_the_checks(coordinator))
+        stopped = checkers(coordinator)
+        before = federation.accepted()
+        coordinator.send(signal.SIGTERM)
+        async with asyncio.timeout(2 * STOP_S):  # twice, for a machine with other work
+            assert await coordinator.ended() == 130
+        await until(lambda: not any(child.is_running() for child in stopped))
+        assert before.items() <= federation.accepted().items()
+
+        coordinator = await federation.coordinator(method="fedavg", rounds=ROUNDS)
+        assert await coordinator.ended() == 0
+        assert before.items() <= federation.accepted().items()
+        counts = federation.rows("SELECT count(*), min(status) FROM orders GROUP BY round, label, device_id")
+        assert set(counts) == {(1, "accepted")}
+        assert same(federation.state(FedAvgState), await federation.undisturbed("fedavg", settings(ROUNDS)))
