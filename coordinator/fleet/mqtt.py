@@ -168,6 +168,8 @@ class MqttFleet:
     """
 
     descents: dict[str, Descent] | None = None
+    _goes_on = False
+    """With a round that was begun before we were started: its orders may be older than we are."""
 
     def __init__(
         self,
@@ -303,6 +305,7 @@ class MqttFleet:
     async def begin(self, number: int, at_least: int) -> None:
         """Begin a round: take the snapshot once `at_least` devices can be asked; or reuse the stored one."""
         devices = await self._begun(number)
+        self._goes_on = devices is not None
         if devices is None:
             await self._settle(number)
             if len(self.registry.online()) < at_least:
@@ -317,6 +320,7 @@ class MqttFleet:
     async def admit(self, number: int, tried: Mapping[str, str], equipped: Container[str]) -> None:
         """Begin a round once a device needs a bundle (`Registry.wait_for_late_joiner`); or reuse the stored one."""
         devices = await self._begun(number)
+        self._goes_on = devices is not None
         if devices is None:
             await self._or_failure(self.registry.wait_for_late_joiner(tried, equipped))
             devices = await self._snapshot(number, (*self.registry.online(), *self.registry.inference_only()))
@@ -400,7 +404,8 @@ class MqttFleet:
             order, report = entry.order, entry.report
             action = read_action(order, self._steps)
             if report is not None and report.outcome is Outcome.DONE and not isinstance(action, Unsupported):
-                self._paces.note(order.device_id, self._work(order.device_id, action), report.seconds)
+                seconds = min(report.seconds, order.left_s)
+                self._paces.note(order.device_id, self._work(order.device_id, action), seconds)
             if reason := entry.reason or _trouble(report):
                 self._keep_problem(order.device_id, Problem(round=number, reason=reason))
 
@@ -419,10 +424,11 @@ class MqttFleet:
         if self._streamed:
             await self._open_book(entries, dict.fromkeys((entry.order.device_id for entry in entries), MAX_LEFT_S))
 
-    def _learn(self, device_id: str, action: Action, answer: Answer) -> None:
-        """Update a device's speed."""
+    def _learn(self, device_id: str, action: Action, answer: Answer, began: float) -> None:
+        """Update a device's speed; it cannot have worked for longer than since the step began."""
         if answer.result is not None and not isinstance(answer.result, Refusal):
-            self._paces.note(device_id, self._work(device_id, action), answer.seconds)
+            longest_s = MAX_LEFT_S if self._goes_on else time.monotonic() - began
+            self._paces.note(device_id, self._work(device_id, action), min(answer.seconds, longest_s))
 
     def _work(self, device_id: str, action: Action) -> float:
         return work_of(action, self._n_samples.get(device_id, 0))
@@ -446,6 +452,7 @@ class MqttFleet:
     async def run(self, label: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
         """Write the orders, send open ones, wait for their reports or the deadlines."""
         self._fetching.norms.clear()
+        began = time.monotonic()
         actions, refused = self._asked(actions)
         entries = await self._write(label, actions)
         book = self._books[-1]
@@ -457,7 +464,7 @@ class MqttFleet:
         found = {entry.order.device_id: self._answer(entry) for entry in stored}
         found = {i: found[i] for i in entries}
         for i, answer in found.items():
-            self._learn(i, actions[i], answer)
+            self._learn(i, actions[i], answer, began)
             del self._actions[entries[i].order.id]
         checked_for = asyncio.to_thread(within_limits, found, actions, self._layout, self.norms)
         answers, doubted, suspects = await checked_for
@@ -473,6 +480,7 @@ class MqttFleet:
         self, label: str, actions: Mapping[str, Action], seen: Sequence[Seen] = ()
     ) -> AsyncIterator[Answer]:
         """Write the orders, send open ones, yield answers in the order of the store."""
+        began = time.monotonic()
         actions, refused = self._asked(actions)
         entries = await self._write(label, actions, streamed=True)
         self._hold(entries.values())
@@ -489,7 +497,7 @@ class MqttFleet:
             entry = next(iter(self._arrived.values()))
             order = entry.order
             action, answer = self._actions[order.id], self._answer(entry)
-            self._learn(order.device_id, action, answer)
+            self._learn(order.device_id, action, answer, began)
             answer, error, suspect = await asyncio.to_thread(guard.believed, answer, action)
             if error is not None:
                 self._refuse(error, self._topics.agent(order.device_id, "reports"), order.device_id)

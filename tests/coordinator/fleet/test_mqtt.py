@@ -24,7 +24,7 @@ from coordinator.store import DEVICES, EXPIRED, Entry, Store
 from fedge import codec
 from fedge.broker import LocalBroker
 from fedge.errors import ConfigError, ProtocolError, StoreError
-from fedge.messages import Capabilities, Codec, Context, Outcome, Presence, Report, Want, Why
+from fedge.messages import MAX_LEFT_S, Capabilities, Codec, Context, Outcome, Presence, Report, Want, Why
 from fedge.sgd import Sgd
 from fedge.step import Declined, Failed, Result, Unsupported, report_of
 from fedge.steps.describe_labels import DescribeLabels, LabelsDescribed
@@ -221,6 +221,22 @@ async def test_a_silent_device_holds_up_nobody_beyond_the_deadline(
     silent = store.entry("r.1.train.silent")
     assert silent is not None
     assert silent.status is OrderStatus.EXPIRED
+
+
+async def test_a_device_gets_no_more_time_for_saying_that_it_was_slow(
+    one_broker: LocalBroker, store: Store, stack: AsyncExitStack
+) -> None:
+    fleet, (a, liar) = await federation(stack, one_broker, store, "a", "liar")
+    action = train(fleet)
+    running = asyncio.create_task(fleet.run("train", {"a": action, "liar": action}))
+    for device, seconds in ((a, 0.0), (liar, 1e300)):
+        await device.report(await device.order("train"), device.trained(0.5), seconds=seconds)
+    assert len(await running) == 2
+    running = asyncio.create_task(fleet.run("again", {"a": action, "liar": action}))
+    assert (await liar.order("again")).left_s < MAX_LEFT_S / 2
+    for device in (a, liar):
+        await device.report(await device.order("again"), device.trained(0.5))
+    assert len(await running) == 2
 
 
 async def test_late_and_repeated_reports_get_the_same_verdict_and_change_nothing(
@@ -560,15 +576,19 @@ async def test_why_a_device_did_not_do_its_work_is_logged_and_told_with_its_name
 
 
 async def test_a_slow_device_gets_the_time_that_it_needs_also_after_a_restart(
-    one_broker: LocalBroker, store: Store, stack: AsyncExitStack
+    one_broker: LocalBroker, store: Store, stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its last order took longer than a step lasts by default, and this one is twice as much work."""
+    """Its last order took nearly as long as a step lasts by default, and this one is twice as much work."""
+    passed_s = 0.0
+    clock = SimpleNamespace(time=time.time, monotonic=lambda: time.monotonic() + passed_s)
+    monkeypatch.setattr("coordinator.fleet.mqtt.time", clock)
     async with AsyncExitStack() as first:
-        fleet, (slow,) = await federation(first, one_broker, store, "slow")
+        fleet, (slow,) = await federation(first, one_broker, store, "slow", deadline_s=100)
         start = Start(model=fleet.put(tensors(1.0)))
         running = asyncio.create_task(fleet.run("train", {"slow": Train(starts=(start,), sgd=Sgd(steps=100))}))
         order = await slow.order("train")
-        assert order.left_s <= DEADLINE_S
+        assert order.left_s <= 100
+        passed_s = 50
         await slow.report(order, slow.trained(0.5), seconds=50)
         await running
         twice = {"slow": Train(starts=(start,), sgd=Sgd(steps=200))}
