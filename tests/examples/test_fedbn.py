@@ -12,7 +12,7 @@ from methods.fedbn import write_cameras
 
 from coordinator.simulation.run import simulate
 from coordinator.simulation.settings import Partition, Scenario
-from edge_agent.device import PERSONAL, kept_of, newest
+from edge_agent.device import PERSONAL, Kept, decoded, newest
 from fedge import codec, models
 from fedge.broker import LocalBroker
 from fedge.bundle import read
@@ -115,7 +115,7 @@ def _normalisation(home: Path, shared: Iterable[TensorInfo]) -> Tensors:
     tensors = from_bytes((folder / candidate.part.file_name).read_bytes())
     own = {name: tensors[name] for name in tensors.keys() - {info.name for info in shared}}
     (run,) = (home / "kept").iterdir()
-    kept = from_bytes(kept_of(newest(run / PERSONAL)).tensors)
+    kept = from_bytes(decoded(newest(run / PERSONAL), Kept).tensors)
     assert {name: t.tobytes() for name, t in own.items()} == {name: t.tobytes() for name, t in kept.items()}
     return own
 
