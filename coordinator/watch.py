@@ -189,7 +189,8 @@ class Watch:
                     passed[event.device] = event.fields["reason"]
         asked = {row["device"] for row in rows}
         for row in sorted(rows, key=lambda row: (row["device"], row["step"])):
-            yield row | {"chosen": chosen.get(row["device"], "")}
+            why = "" if row["outcome"] == "answered" else row["why"] or passed.get(row["device"], "")
+            yield row | {"chosen": chosen.get(row["device"], ""), "why": why}
         for i in sorted(passed.keys() - asked):
             if device in {None, i}:
                 yield _told_of(i, "", "not asked", why=passed[i]) | {"chosen": ""}

@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 import click
 
 import fedge
-from fedge.errors import FedgeError
+from fedge.errors import ConfigError, FedgeError
 from fedge.loading import needs
 from fedge.logs import Format, configure, in_json
 from fedge.text import nearest, printable
@@ -192,13 +192,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             error = click.UsageError(f"there is no option {error.option_name} any more: it is {now} now", error.ctx)
         error.show()
         return error.exit_code
+    except UnicodeEncodeError as error:  # JSON and the store hold text
+        return _failed(ConfigError(f"{error.object!a} is not UTF-8: rename the file or folder that is called so"))
     except FedgeError as error:
-        if in_json():
-            log.error("event=ended exit_code=%d reason=%s", error.exit_code, str(error))  # noqa: TRY400 - the text is all
-            return error.exit_code
-        click.echo("\n".join(printable(line) for line in f"error: {error}".split("\n")), err=True)
-        return error.exit_code
+        return _failed(error)
     return result if isinstance(result, int) else 0
+
+
+def _failed(error: FedgeError) -> int:
+    if in_json():
+        log.error("event=ended exit_code=%d reason=%s", error.exit_code, str(error))
+    else:
+        click.echo("\n".join(printable(line) for line in f"error: {error}".split("\n")), err=True)
+    return error.exit_code
 
 
 def _installed() -> dict[str, EntryPoint]:

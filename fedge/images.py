@@ -17,7 +17,7 @@ from fedge.files import require_there
 from fedge.npz import require_room
 from fedge.preprocess import load_image
 from fedge.task import TEST, TRAIN, VALIDATION, TaskSpec
-from fedge.text import nearest
+from fedge.text import is_text, nearest
 
 SUFFIXES: Final = frozenset({".jpg", ".jpeg", ".png"})
 SENSITIVE_FILE: Final = "sensitive.txt"
@@ -46,6 +46,8 @@ def names(source: Path, *, labelled: bool = True) -> list[str]:
     if not images:
         others = sorted(n for n in found if PurePosixPath(n).suffix)
         raise ConfigError(f"{where}: there is no image in it" + "".join(f", but {n}" for n in others[:1]))
+    if labelled and (foreign := [n for n in images if not is_text(n)]):
+        raise ConfigError(f"{where}: {foreign[0]!a} is not UTF-8; rename it")
     if labelled and (loose := [n for n in images if "/" not in n]):
         raise ConfigError(f"{where}: {loose[0]} lies in none")
     return images

@@ -25,6 +25,15 @@ def printable(line: str) -> str:
     return line if line.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
 
 
+def is_text(name: str) -> bool:
+    """Whether a file's name is UTF-8; JSON can hold no other."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def nearest(word: str, right: Iterable[str]) -> str:
     """A hint at the most similar word in `right`: " (did you mean X?)", or ""."""
     close = difflib.get_close_matches(word, list(right), n=1, cutoff=0.5)

@@ -12,12 +12,10 @@ import asyncio
 import os
 import shutil
 import signal
-import sys
 import tempfile
 import time
-from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -33,10 +31,10 @@ from fedge.validation import Validation
 from tests.homes.make import HOMES, TASK
 from tests.support.broker import local_broker, transport
 from tests.support.browser import chromium
+from tests.support.programs import WAIT_S, Programs
 from tests.support.rollouts import release_of
 from tests.support.trained_bundles import trained_bundle
 
-WAIT_S = 300.0
 DEVICES = ("cam1", "cam2", "cam3", "cam4")
 OLD_REPORT = next((HOMES / "0.1.0/mid_round/cam0/outbox/reports").iterdir())
 """What an agent of fedge 0.1 sends."""
@@ -46,13 +44,13 @@ def say(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')}  {text}", flush=True)  # noqa: T201
 
 
-class Day:
+class Day(Programs):
     """The programs of a fleet in a folder."""
 
     def __init__(self, folder: Path, broker: LocalBroker) -> None:
-        self.folder, self.broker = folder, broker
+        super().__init__(folder)
+        self.broker = broker
         self.shop = folder / "shop"
-        self.running: dict[str, Process] = {}
         write_task(TASK, folder / "task.json")
         self.at = ("--broker", f"{broker.host}:{broker.port}", "--federation", "shop")
         self._common = (*self.at, "--task", folder / "task.json")
@@ -61,42 +59,6 @@ class Day:
         self.x = (rng.normal(size=(60, 6)) + 3 * np.eye(6)[self.y]).astype(np.float32)
         for device in DEVICES:
             np.savez(folder / f"{device}.npz", x=self.x, y=self.y)
-
-    async def fedge(self, *words: object) -> str:
-        """What a command says.
-
-        Raises:
-            RuntimeError: it failed.
-        """
-        process = await self._start(*words)
-        said, _ = await process.communicate()
-        if process.returncode:
-            raise RuntimeError(f"fedge {words[0]} ended with {process.returncode}: {said.decode()}")
-        return said.decode()
-
-    async def sees(self, text: str, *words: object) -> str:
-        """Ask until a command says this; the line with it.
-
-        Raises:
-            TimeoutError: it never does.
-        """
-        end = time.monotonic() + WAIT_S
-        while text not in (said := await self.fedge(*words)):
-            if time.monotonic() > end:
-                raise TimeoutError(f"fedge {words[0]} does not say {text!r}: {said}")
-            await asyncio.sleep(0.2)
-        return next(line.strip() for line in said.splitlines() if text in line)
-
-    async def begin(self, name: str, *words: object) -> None:
-        """Start a program that stays; its words go into a log."""
-        with (self.folder / f"{name}.log").open("ab") as log:
-            self.running[name] = await self._start(*words, stdout=log.fileno())
-
-    async def end(self, name: str, by: signal.Signals = signal.SIGTERM) -> None:
-        process = self.running.pop(name)
-        with suppress(ProcessLookupError):
-            process.send_signal(by)
-        await process.wait()
 
     async def coordinator(self) -> None:
         settings = ("--method", "fedavg", "--rounds", 5000, "--devices", 4, "--local-steps", 1, "--deadline-s", 600)
@@ -114,12 +76,6 @@ class Day:
     async def agent(self, device: str, *more: object) -> None:
         own = ("--id", device, "--home", self.folder / device, "--data", self.folder / f"{device}.npz")
         await self.begin(device, "agent", *self._common, *own, *more)
-
-    async def _start(
-        self, *words: object, stdout: object = PIPE, stderr: object = asyncio.subprocess.STDOUT
-    ) -> Process:
-        command = (sys.executable, "-m", "fedge.cli", "--log-level", "warning", *map(str, words))
-        return await asyncio.create_subprocess_exec(*command, stdout=stdout, stderr=stderr)  # type: ignore[arg-type]
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -219,9 +175,7 @@ async def a_rollout_is_stopped_from_the_page(day: Day) -> None:
     await day.begin("serve", "serve", *day.at, "--home", device, "--port", 0, "--id", "cam1")
     config = folder / "fleet.toml"
     config.write_text(f'[rollout]\nbroker = "{day.at[1]}"\nfederation = "shop"\nsoak_s = 600.0\n')
-    await day.begin("ui", "ui", "--home", day.shop, "--port", 0, "--rollouts", releases, "--config", config)
-    await until(lambda: "http" in (folder / "ui.log").read_text())
-    url = next(word for word in (folder / "ui.log").read_text().split() if word.startswith("http"))
+    url = await day.page("--home", day.shop, "--rollouts", releases, "--config", config)
     await asyncio.to_thread(_stop_it, url, (day.shop / "ui-token").read_text().strip(), lambda: release_of(device))
     await until(lambda: release_of(device) == 1)
     say("cam1 answers with release 1 again")
@@ -277,8 +231,7 @@ async def main() -> None:
                     say(f"--- the end of {log.name}\n{log.read_text()[-1500:]}")
                 raise
             finally:
-                for name in list(day.running):
-                    await day.end(name, signal.SIGKILL)
+                await day.kill_all()
     say(f"all was seen, in {time.monotonic() - began:.0f} s")
 
 

@@ -64,7 +64,9 @@ class Device:
         spared = action.sparing(self.withholds)
         if spared is None:
             kinds = ", ".join(sorted({*self.withholds} & {*action.reveals().values()}))
-            return Declined(why=Why.NOT_ALLOWED, reason=f"its owner withholds what {action.STEP} tells: {kinds}")
+            return Declined(
+                why=Why.NOT_ALLOWED, reason=f"its owner withholds {kinds}, which the step {action.STEP} tells"
+            )
         return spared
 
 

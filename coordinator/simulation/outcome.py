@@ -7,13 +7,14 @@ import importlib
 import io
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
 from fedge.errors import ConfigError
+from fedge.text import printable
 
 Ints = NDArray[np.integer]
 
@@ -146,6 +147,10 @@ class RunOutcome(Struct, frozen=True, kw_only=True):
         return draw_by_round([self], axes)
 
 
+COMPUTED: Final = ("=", "+", "-", "@")
+"""Beginnings of cells that spreadsheets take for formulas."""
+
+
 def data_frame(rows: list[dict[str, Any]]) -> Any:
     """A `pandas.DataFrame` of the rows.
 
@@ -160,12 +165,22 @@ def data_frame(rows: list[dict[str, Any]]) -> Any:
 
 
 def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows as comma-separated values, with a header."""
+    """Rows as comma-separated values with a header.
+
+    A text that a spreadsheet would compute, such as the name of a class or device, gets an apostrophe before it;
+    control characters are escaped.
+    """
     text = io.StringIO()
-    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(map(_inert, rows[0]))
+    writer.writerows(map(_inert, row.values()) for row in rows)
     return text.getvalue()
+
+
+def _inert(cell: object) -> object:
+    if not isinstance(cell, str):
+        return cell
+    return ("'" if cell.startswith(COMPUTED) else "") + printable(cell)
 
 
 def score(predicted: Ints, y: Ints) -> Score:

@@ -37,6 +37,8 @@ function span(s) {
   if (s < 5400) return `${Math.round(s / 60)} min`;
   return s < 172800 ? `${Math.round(s / 3600)} h` : `${Math.round(s / 86400)} days`;
 }
+const took = (s) => s !== null && s !== undefined && s < 10 ? `${number(s, 1)} s` : span(s);
+const count = (n, word) => `${number(n)} ${word}${n === 1 ? "" : "s"}`;
 const byName = new Intl.Collator("en", { numeric: true }).compare;
 const ago = (at) => at ? `${span(Date.now() / 1000 - at)} ago` : "–";
 const clock = (at) => at ? new Date(at * 1000).toLocaleString([], { dateStyle: "short", timeStyle: "medium" }) : "–";
@@ -94,7 +96,7 @@ function lines(series, label) {  // [[round, share], …] each
 function overview() {
   const online = state.devices.filter((d) => d.presence === "online").length;
   return tiles([["round", `${state.round} of ${state.rounds}`], ["devices online", `${online} of ${state.devices.length}`],
-    ["accuracy, last cohort", percent(state.accuracy)], ["bundles installed", number(state.devices.filter((d) => d.bundle).length)],
+    ["cohort's accuracy", percent(state.accuracy)], ["bundles installed", number(state.devices.filter((d) => d.bundle).length)],
     ["samples", number(state.devices.reduce((n, d) => n + (d.n_samples ?? 0), 0))],
     ["from devices", bytes(state.bytes_up)], ["to devices", bytes(state.bytes_down)]]);
 }
@@ -137,21 +139,27 @@ function clusters() {
     const angle = 2 * Math.PI * k / state.clusters.length - Math.PI * (state.clusters.length === 2 ? 1 : 0.5);
     return [c.name, state.clusters.length === 1 ? [w / 2, hgt / 2] : [w / 2 + 220 * Math.cos(angle), hgt / 2 + 150 * Math.sin(angle)]];
   }));
-  const places = state.devices.filter((d) => d.clusters.length).map((d, k) => {
+  const size = (c) => 18 + 3 * Math.sqrt(c.members.length);
+  const places = state.devices.filter((d) => d.clusters.some((name) => hubs.has(name))).map((d, k) => {
     const own = d.clusters.map((name) => hubs.get(name)).filter(Boolean);
-    const [turn, far] = [k * 2.39996, 22 + 34 * ((k * 0.618) % 1)];
-    return { d, x: own.reduce((s, p) => s + p[0], 0) / own.length + far * Math.cos(turn), y: own.reduce((s, p) => s + p[1], 0) / own.length + far * Math.sin(turn) };
+    const c = state.clusters.find((each) => each.name === d.clusters[0]);
+    const alone = own.length === 1 && c.members.length <= 12;  // on a ring, so that names do not meet
+    const turn = alone ? 2 * Math.PI * (c.members.indexOf(d.id) + 0.5) / c.members.length - Math.PI / 2 : k * 2.39996;
+    const far = alone ? size(c) + 22 : 22 + 34 * ((k * 0.618) % 1);
+    return { d, turn, x: own.reduce((s, p) => s + p[0], 0) / own.length + far * Math.cos(turn), y: own.reduce((s, p) => s + p[1], 0) / own.length + far * Math.sin(turn) };
   });
-  const map = h("svg", { viewBox: `0 0 ${w} ${hgt}`, role: "img", "aria-label": "Devices around their experts; the lists below say the same" },
+  const named = places.length <= 40;
+  const map = h("svg", { viewBox: `0 0 ${w} ${hgt}`, role: "img", "aria-label": "Devices around their experts; the lists beside say the same" },
     places.flatMap(({ d, x, y }) => d.clusters.map((name) => { const p = hubs.get(name); return p && h("line", { class: "link", x1: x, y1: y, x2: p[0], y2: p[1] }); })),
     state.clusters.map((c) => { const [x, y] = hubs.get(c.name); return [
-      h("circle", { class: "hub", cx: x, cy: y, r: 18 + 3 * Math.sqrt(c.members.length), style: { fill: color(c.name), stroke: color(c.name) } }),
+      h("circle", { class: "hub", cx: x, cy: y, r: size(c), style: { fill: color(c.name), stroke: color(c.name) } }),
       h("text", { x, y: y + 4, "text-anchor": "middle" }, c.name)]; }),
     places.map(({ d, x, y }) => h("circle", { class: "dot", cx: x, cy: y, r: 6, style: { fill: color(d.clusters[0]) },
-      onclick: () => { location.hash = `device/${encodeURIComponent(d.id)}`; } }, h("title", {}, `${d.id}: ${d.clusters.join(", ")}`))));
-  return section("Clusters and experts", "One expert for each cluster. A device in several clusters stands between them, and shares what all of them learn.", map,
-    state.clusters.map((c) => [h("h3", {}, h("span", { class: "key" }, h("i", { style: { background: color(c.name) } }), `expert ${c.name}, ${c.members.length} devices`)),
-      h("ul", { class: "cluster" }, c.members.map((id) => h("li", {}, link(id))))]));
+      onclick: () => { location.hash = `device/${encodeURIComponent(d.id)}`; } }, h("title", {}, `${d.id}: ${d.clusters.join(", ")}`))),
+    named && places.map(({ d, turn, x, y }) => h("text", { x: x + (Math.cos(turn) < 0 ? -9 : 9), y: y + 4, "text-anchor": Math.cos(turn) < 0 ? "end" : "start" }, d.id)));
+  return section("Clusters and experts", "One expert for each cluster. A device in several clusters stands between them, and shares what all of them learn.", h("div", { class: "beside" }, map, h("div", {},
+    state.clusters.map((c) => [h("h3", {}, h("span", { class: "key" }, h("i", { style: { background: color(c.name) } }), `expert ${c.name}, ${count(c.members.length, "device")}`)),
+      h("ul", { class: "cluster" }, c.members.map((id) => h("li", {}, link(id))))]))));
 }
 
 function rounds() {
@@ -169,7 +177,7 @@ function rounds() {
   return section("Rounds", "Orders of each round: answered, late, failed or declined, and still open.", bars,
     h("p", {}, [["answered", "cluster-2"], ["late", "cluster-1"], ["failed or declined", "cluster-6"], ["open", "faint"]].map(([name, k]) => h("span", { class: "key" }, h("i", { style: { background: `var(--${k})` } }), name))),
     table([["round", (r) => h("a", { href: `#round/${r.round}`, "data-key": `r:${r.round}` }, String(r.round)), "n"], ["began", (r) => clock(r.begun_at)],
-      ["took", (r) => r.done_at ? span(r.done_at - r.begun_at) : "under way", "n"], ["orders", (r) => number(r.asked), "n"], ["answered", (r) => number(r.answered), "n"],
+      ["took", (r) => r.done_at ? took(r.done_at - r.begun_at) : "under way", "n"], ["orders", (r) => number(r.asked), "n"], ["answered", (r) => number(r.answered), "n"],
       ["late", (r) => number(r.late), "n"], ["failed", (r) => number(r.failed), "n"], ["accuracy", (r) => percent(r.accuracy), "n"],
       ["up", (r) => bytes(r.bytes_up), "n"], ["down", (r) => bytes(r.bytes_down), "n"]], all.slice().reverse().slice(0, 200)));
 }
@@ -221,7 +229,7 @@ function rollout(r) {
   const facts = plan && [["state", [pill(progress.state), r.supervised || progress.state === "done" || progress.state === "aborted" ? "" : " nobody supervises it now"]],
     ["release", `${plan.release} (${plan.target})`], ["stage", `${progress.stage + 1} of ${plan.stages.length}, ${share(progress.share)} of the fleet`],
     ["runs on", `${lines.filter(([, d]) => d.release === plan.release && (d.phase === "serving" || d.phase === "trial")).length} of ${lines.length} devices`],
-    ["first", plan.canaries?.join(", ") || "the first share"], ["stages", plan.stages.map(share).join(", ")], ["since", ago(progress.began)],
+    ["first", plan.canaries?.join(", ") || "the first share"], ["stages", plan.stages.map((x) => x ? share(x) : "the first").join(", ")], ["since", ago(progress.began)],
     ["why", progress.reasons?.length ? h("ul", {}, progress.reasons.map((why) => h("li", {}, why))) : "–"]];
   const part = section(`Rollout of ${r.rollout}`, plan ? null : "No rollout was started from this repository yet.",
     plan && h("dl", {}, facts.map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)])),
@@ -262,7 +270,7 @@ const eventRow = [["when", (e) => clock(e.at)], ["round", (e) => String(e.round)
   ["device", (e) => e.device ? link(e.device) : ""], ["what", (e) => e.text, "why"]];
 const eventsView = () => section("Events", "The newest first; fedge events tells more.", table(eventRow, events.slice().reverse()));
 
-const outcome = [["outcome", (r) => pill(r.outcome)], ["took", (r) => !r.seconds ? "–" : r.seconds < 10 ? `${number(r.seconds, 1)} s` : span(r.seconds), "n"], ["sent", (r) => bytes(r.bytes), "n"],
+const outcome = [["outcome", (r) => pill(r.outcome)], ["took", (r) => r.seconds ? took(r.seconds) : "–", "n"], ["sent", (r) => bytes(r.bytes), "n"],
   ["why asked", (r) => r.chosen, "why"], ["why not done", (r) => r.why, "why"]];
 
 function device(id) {
@@ -271,7 +279,7 @@ function device(id) {
   if (!d) return section(id, "No device of this name is known.", null);
   const c = d.context ?? {};
   const facts = [["state", [pill(d.quarantine ? "in quarantine" : d.presence), ` heard ${ago(d.seen_at)}`]], ["why", d.why || "nothing is wrong"],
-    ["bundle", d.release ? `release ${d.release}` : "none"], ["samples that may be used", untold(id, "count", d.n_samples, number(d.n_samples))], ["trained", `${d.trained} times`],
+    ["bundle", d.release ? `release ${d.release}` : "none"], ["samples that may be used", untold(id, "count", d.n_samples, number(d.n_samples))], ["trained", count(d.trained, "time")],
     ["clusters", d.clusters.join(", ") || "–"], ["context", withholds(id, "load") ? secret()
       : [["load", c.load, (x) => number(x, 2)], ["RAM free", c.free_ram_gb, gigabytes], ["disk free", c.free_disk_gb, gigabytes], ["temperature", c.temperature_c, (x) => `${number(x)} °C`], ["battery", c.battery, percent]]
         .filter(([, x]) => x != null).map(([name, x, words]) => `${name} ${words(x)}`).join(", ") || "–"],

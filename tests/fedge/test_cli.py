@@ -8,6 +8,7 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import click
+import msgspec
 import pytest
 
 import fedge
@@ -109,6 +110,21 @@ def test_an_error_of_ours_is_a_line_of_json_where_lines_are(
 def test_an_interrupt_is_130(commands: dict[str, object], error: BaseException) -> None:
     commands["demo"] = raising(error)
     assert cli.main(["demo"]) == 130
+
+
+def test_a_name_that_is_no_text_is_an_error_that_shows_it(
+    commands: dict[str, object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    @click.command()
+    @click.argument("path", type=click.Path(path_type=Path))
+    def told(path: Path) -> None:
+        msgspec.json.encode(str(path))
+
+    commands["told"] = told
+    assert cli.main(["told", os.fsdecode(b"caf\xe9/x")]) == 2
+    assert (
+        capsys.readouterr().err == "error: 'caf\\udce9/x' is not UTF-8: rename the file or folder that is called so\n"
+    )
 
 
 def test_any_other_error_is_a_bug_and_shows_its_traceback(commands: dict[str, object]) -> None:

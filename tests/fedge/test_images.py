@@ -1,4 +1,5 @@
 import json
+import os
 import zipfile
 from pathlib import Path
 
@@ -55,6 +56,12 @@ def test_sources_without_class_folders_are_refused(tmp_path: Path) -> None:
     for source in (tmp_path, tmp_path / "empty", tmp_path / "file.txt", tmp_path / "none"):
         with pytest.raises(ConfigError, match=r"folder"):
             images.names(source)
+
+
+def test_a_class_whose_name_is_no_text_is_refused(folder: Path) -> None:
+    (folder / "dog").rename(folder / os.fsdecode(b"do\xe9"))
+    with pytest.raises(ConfigError, match=r"'do\\udce9/1.jpeg' is not UTF-8; rename it"):
+        images.names(folder)
 
 
 def test_unknown_classes_and_broken_images_are_named(folder: Path, archive: Path) -> None:

@@ -127,16 +127,32 @@ def test_every_view_shows_what_there_is_and_what_devices_say_stays_text(browser:
     assert complaints(browser) == []
 
 
-def test_a_phone_in_the_dark_needs_no_sideways_scrolling(browser: Any, url: str) -> None:
+VIEWS = {
+    "fleet": "cam12", "clusters": "cam12", "rounds": "round", "accuracy": "round", "samples": "cam12",
+    "events": "cam12", "rollouts": "cam1 refused",
+    "device/cam12": "What it was asked", "device/cam2": UNTOLD, "round/3": "cam12",
+}  # fmt: skip
+"""Each, and what it shows once it is there."""
+
+
+@pytest.fixture
+def url_of_all(store: Store, repo: Path) -> Iterator[str]:
+    """The page with a rollout."""
+    Folder(repo).write(RECORD)
+    with shown(store.home, Overview([repo], None)) as url:
+        yield url
+
+
+def test_a_phone_in_the_dark_needs_no_sideways_scrolling(browser: Any, url_of_all: str) -> None:
     phone = {"width": 390, "height": 844, "deviceScaleFactor": 2, "mobile": True}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", phone)
     dark = [{"name": "prefers-color-scheme", "value": "dark"}]
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": dark})
     try:
-        for view in ("fleet", "clusters", "rounds", "accuracy", "samples", "events"):
-            browser.get(f"{url}#{view}")
+        for view, text in VIEWS.items():
+            browser.get(f"{url_of_all}#{view}")
             browser.refresh()
-            see(browser, "cam12" if view in {"fleet", "clusters", "samples", "events"} else "round")
+            see(browser, text)
             assert browser.execute_script("return document.documentElement.scrollWidth") <= 390, view
             tab = browser.find_element("css selector", "[aria-current=page]")
             assert 0 <= tab.rect["x"] - browser.execute_script("return scrollX") <= 390 - tab.rect["width"], view
@@ -144,6 +160,31 @@ def test_a_phone_in_the_dark_needs_no_sideways_scrolling(browser: Any, url: str)
     finally:
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
         browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+def test_every_view_is_reached_by_keyboard_alone(browser: Any, url_of_all: str) -> None:
+    def follow(words: str, text: str) -> None:
+        for _ in range(80):
+            ActionChains(browser).send_keys(Keys.TAB).perform()
+            if browser.switch_to.active_element.text == words:
+                ActionChains(browser).send_keys(Keys.ENTER).perform()
+                return see(browser, text)
+        raise AssertionError(f"nothing called {words} can be reached by keyboard")
+
+    for tab in ("Fleet", "Clusters", "Rounds", "Accuracy", "Samples", "Rollouts", "Events"):
+        browser.get(url_of_all)
+        browser.refresh()
+        see(browser, "cam12")
+        follow(tab, VIEWS[tab.lower()])
+    for view, link, text in (
+        ("fleet", "cam12", "What it was asked"), ("clusters", "cam3", "What it was asked"),
+        ("rollouts", "cam1", "What it was asked"), ("rounds", "3", "Round 3"), ("device/cam12", "3", "Round 3"),
+        ("round/3", "cam12", "What it was asked"),
+    ):  # fmt: skip
+        browser.get(f"{url_of_all}#{view}")
+        browser.refresh()
+        see(browser, VIEWS[view])
+        follow(link, text)
 
 
 def test_by_keyboard_alone_somebody_logs_in_and_pauses_the_run(browser: Any, url: str, store: Store) -> None:

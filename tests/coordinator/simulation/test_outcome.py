@@ -1,10 +1,13 @@
+import csv
+import io
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.metrics import f1_score
 
-from coordinator.simulation.outcome import Cost, Point, Score, cost_of, sample_accuracy, score, worst_decile
+from coordinator.simulation.outcome import Cost, Point, Score, as_csv, cost_of, sample_accuracy, score, worst_decile
 from tests.support.comparison import a_run
 
 
@@ -61,3 +64,17 @@ def test_the_cost_is_that_of_the_first_point_at_or_above_the_target() -> None:
         Point(round=r, accuracy=a, bytes_up=0, bytes_down=0, seconds=0) for r, a in ((0, 0.2), (5, 0.9), (9, 0.4))
     ]
     assert cost_of(falling, 0.5) == Cost(round=5, bytes=0, seconds=0.0)
+
+
+FORMULAS = {
+    **{name: f"'{name}" for name in ("=1+1", "+1", "-1", "@SUM(A1)", '=HYPERLINK("x","y")')},
+    **{f"{c}=1": f"{repr(c)[1:-1]}=1" for c in "\t\r\n"},
+}
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_no_name_of_a_device_class_or_reason_is_a_formula_in_a_spreadsheet(name: str) -> None:
+    text = as_csv([{"device": name, f"{name} f1": -0.5, "why": name}])
+    header, row = csv.reader(io.StringIO(text, newline=""))
+    assert header == ["device", f"{FORMULAS[name]} f1", "why"]
+    assert row == [FORMULAS[name], "-0.5", FORMULAS[name]]
