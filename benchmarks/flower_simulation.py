@@ -151,7 +151,7 @@ def main(folder: Path) -> None:
     with np.load(folder / "clients.npz") as arrays:
         clients = list(zip(arrays["x"], arrays["y"], strict=True))
     first = weights_of(NETWORKS[asked["model"]](clients[0][0].shape[1:], 10))
-    found = {name: fedavg(asked["model"], first, clients, plan, idle=name == "idle") for name in ("training", "idle")}
+    found = {name: fedavg(asked["model"], first, clients, plan, idle=name == "idle") for name in asked["kinds"]}
     (folder / "found.json").write_text(json.dumps({name: each.seconds for name, each in found.items()}))
 
 

@@ -12,7 +12,7 @@ Seconds are medians over the rounds after the first (Flower: the first two, whic
 faster one of one thread and as many as there are processors.
 
     python benchmarks/frameworks.py [--sizes small:100,small:1000,large:100] [--rounds 4] [--environments DIR]
-        [--rivals plain,pfl,flower] [--json FILE]
+        [--kinds training,idle] [--rivals plain,pfl,flower] [--json FILE]
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ import msgspec
 import numpy as np
 import torch
 from plain import NETWORKS, Plan, Samples, client_update
-from processes import machine
+from processes import machine, peak_mb
 
 from coordinator.fleet.simulated import SimulatedFleet
 from coordinator.methods import MethodSettings, make
@@ -67,7 +67,8 @@ Seconds = dict[str, list[float]]
 class Work:
     """Clients, first model and plan of one size."""
 
-    def __init__(self, size: str, n_clients: int, rounds: int) -> None:
+    def __init__(self, size: str, n_clients: int, rounds: int, kinds: list[str]) -> None:
+        self.kinds = kinds
         task, self.model, shape, self.n_samples = SHAPES[size]
         rng = np.random.default_rng(0)
         self.x = rng.random((n_clients, self.n_samples, *shape), np.float32)
@@ -99,7 +100,7 @@ class Work:
             asyncio.run(run(method, state, fleet, lambda _: ends.append(time.perf_counter()), self.plan.rounds))
             return [float(s) for s in np.diff(ends)]
 
-        return {name: rounds_of(steps) for name, steps in {"training": self.plan.steps, "idle": 0}.items()}
+        return {name: rounds_of({"training": self.plan.steps, "idle": 0}[name]) for name in self.kinds}
 
     def plain(self, home: Path) -> Seconds:
         """For each client copy the weights, train, add the result to a mean; nothing else."""
@@ -126,7 +127,7 @@ class Work:
 
         found = {
             name: [round_of(number, idle=name == "idle") for number in range(self.plan.rounds)][1:]
-            for name in ("training", "idle")
+            for name in self.kinds
         }
         torch.set_num_threads(before)
         return found
@@ -134,7 +135,7 @@ class Work:
     def rival(self, name: str, environments: Path, home: Path) -> Seconds:
         """In its own process and environment."""
         script, _ = RIVALS[name]
-        asked = {"model": self.model, "plan": asdict(self.plan), "threads": self.n_threads}
+        asked = {"model": self.model, "plan": asdict(self.plan), "threads": self.n_threads, "kinds": self.kinds}
         (home / "asked.json").write_text(json.dumps(asked))
         np.savez(home / "clients.npz", x=self.x, y=self.y)
         command = [environments / name / "bin" / "python", Path(__file__).parent / script, home]
@@ -157,7 +158,7 @@ def make_environment(folder: Path, packages: tuple[str, ...]) -> None:
 
 def figures_of(size: str, args: argparse.Namespace) -> dict[str, Any]:
     kind, n = size.split(":")
-    work = Work(kind, int(n), args.rounds)
+    work = Work(kind, int(n), args.rounds, args.kinds)
     of: dict[str, Callable[[Path], Seconds]] = {"fedge": work.fedge, "plain": work.plain}
     for name in RIVALS:
         of[name] = partial(work.rival, name, args.environments)
@@ -166,10 +167,15 @@ def figures_of(size: str, args: argparse.Namespace) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as home:
             medians[name] = {what: statistics.median(found) for what, found in of[name](Path(home)).items()}
         print(f"  {size} {name}: {medians[name]}", file=sys.stderr, flush=True)
-    fastest = {what: min(medians, key=lambda name: medians[name][what]) for what in ("training", "idle")}
+        if name == "fedge":
+            own_peak = peak_mb(os.getpid())
+    fastest = {what: min(medians, key=lambda name: medians[name][what]) for what in args.kinds}
     return {
+        "fedge_peak_mb": own_peak,
         "seconds_per_round": {name: {what: round(s, 4) for what, s in own.items()} for name, own in medians.items()},
-        "idle_ms_per_client": {name: round(1000 * own["idle"] / int(n), 4) for name, own in medians.items()},
+        "ms_per_client": {
+            name: {what: round(1000 * s / int(n), 4) for what, s in own.items()} for name, own in medians.items()
+        },
         "aims": {f"nobody is faster, {what}": name == "fedge" for what, name in fastest.items()},
     }
 
@@ -178,6 +184,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=lambda text: text.split(","), default=["small:100", "small:1000", "large:100"])
     parser.add_argument("--rounds", type=int, default=4, help="of each, the first not counted (at least 4 for Flower)")
+    parser.add_argument("--kinds", type=lambda text: text.split(","), default=["training", "idle"])
     parser.add_argument("--rivals", type=lambda text: text.split(","), default=["plain", *RIVALS])
     parser.add_argument("--environments", type=Path, default=Path("build/frameworks"), metavar="DIR")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")

@@ -101,7 +101,7 @@ def main(folder: Path) -> None:
     with np.load(folder / "clients.npz") as arrays:
         clients = list(zip(arrays["x"], arrays["y"], strict=True))
     torch.set_num_threads(asked["threads"])
-    found = {name: fedavg(asked["model"], clients, plan, idle=name == "idle") for name in ("training", "idle")}
+    found = {name: fedavg(asked["model"], clients, plan, idle=name == "idle") for name in asked["kinds"]}
     (folder / "found.json").write_text(json.dumps(found))
 
 

@@ -525,6 +525,8 @@ def losses_and_gradient_norms(
 
 def accuracies(stack: Stack, x: NDArray[np.float32], y: NDArray[np.int64]) -> NDArray[np.float64]:
     """Share of the samples that each model classifies correctly, (n,); NaN where a model has no samples."""
+    if not y.size:
+        return np.full(len(y), np.nan)
     with torch.inference_mode():
         right = sum(
             ((stack.outputs(inputs).argmax(dim=-1) == labels).sum(dim=-1) for inputs, labels in _chunks(stack, x, y)),

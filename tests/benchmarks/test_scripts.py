@@ -54,7 +54,7 @@ SCRIPTS = {
     ),
     "dp.py": Script(("--tasks", "digits", "--rounds", "1"), ("digits", "inf", "global", "own")),
     "frameworks.py": Script(
-        ("--sizes", "small:4", "--rounds", "2", "--rivals", "plain"), ("fedge", "plain", "idle_ms_per_client")
+        ("--sizes", "small:4", "--rounds", "2", "--rivals", "plain"), ("fedge", "plain", "ms_per_client")
     ),
     "independent.py": Script(
         ("--devices", "3", "--rounds", "2", "--samples", "200", "--seeds", "0"),
