@@ -20,6 +20,7 @@ from click.testing import CliRunner
 from edge_agent.agent import silent
 from edge_agent.cli import agent, build
 from edge_agent.settings import AgentSettings
+from fedge.background import STOP_S
 from fedge.broker import LocalBroker
 from fedge.config import describe, resolve
 from fedge.egress import Rules
@@ -229,7 +230,7 @@ async def test_an_inference_only_agent_says_so_and_trains_nothing(
         assert ["onnxruntime" in text for text in maps] == [False, True], "the agent itself stays small"
         assert not any("torch" in text for text in maps)
         running.terminate()
-        async with asyncio.timeout(WAIT_S):
+        async with asyncio.timeout(STOP_S + 1):
             assert await running.wait() == 130
         gone, _ = await asyncio.to_thread(psutil.wait_procs, [worker], WAIT_S)
         assert gone

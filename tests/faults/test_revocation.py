@@ -11,7 +11,7 @@ from tests.support.federation import Federation, Running
 from tests.support.identities import Authority, TlsBroker
 
 DEVICES = ("cam0", "cam1", "cam2")
-AWAY_S = 30.0
+AWAY_S = 10.0
 CUT_S = 60.0
 
 
