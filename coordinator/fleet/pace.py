@@ -16,6 +16,8 @@ from fedge.step import Action
 
 ROOM: Final = 4.0
 """Factor over the predicted time: we know only a part of a device's samples, and it may be busy."""
+SLOWEST: Final = 30.0
+"""Factor over the typical device's time, so that a device that delays each answer does not get ever more time."""
 EXPORT: Final = 5.0
 """Factor over the least time, for a bundle on a device of unknown speed: loading torch's exporter, the export and the
 parity check take a small board longer than any earlier step."""
@@ -45,10 +47,11 @@ class Paces:
     ) -> dict[str, float]:
         """Seconds that each device may take for its work, at least `least_s`; an unknown device counts as typical.
 
-        No order may take longer than a day. `exporting`: devices whose work ends in a bundle (`Action.EXPORTS`).
+        None counts as more than `SLOWEST` times slower than the typical one, and no order may take longer than a day. `exporting`: devices whose work ends in a bundle (`Action.EXPORTS`).
         """
         rates = {i: seconds / work for i, (work, seconds) in self._known.items()}
         typical = median(rates.values()) if rates else 0.0
         least = {i: least_s * (EXPORT if i in exporting and i not in rates else 1.0) for i in works}
-        wished = {i: max(least[i], ROOM * rates.get(i, typical) * work) for i, work in works.items()}
+        believed = {i: min(rates.get(i, typical), SLOWEST * typical) for i in works}
+        wished = {i: max(least[i], ROOM * believed[i] * work) for i, work in works.items()}
         return {i: min(seconds, MAX_LEFT_S) for i, seconds in wished.items()}

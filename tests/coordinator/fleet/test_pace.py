@@ -1,6 +1,6 @@
 """How long a device may take."""
 
-from coordinator.fleet.pace import EXPORT, ROOM, Paces, work_of
+from coordinator.fleet.pace import EXPORT, ROOM, SLOWEST, Paces, work_of
 from fedge.messages import BlobRef
 from fedge.sgd import Sgd
 from fedge.step import installed_steps
@@ -31,6 +31,17 @@ def test_a_longer_order_gets_more_time_and_a_short_one_the_least() -> None:
     paces.note("a", 100, 50.0)
     assert paces.allowed_s({"a": 1000}, least_s=60) == {"a": ROOM * 500}
     assert paces.allowed_s({"a": 1}, least_s=60) == {"a": 60}
+
+
+def test_a_device_that_delays_each_answer_does_not_get_ever_more_time() -> None:
+    paces = Paces()
+    for honest in ("a", "b", "c"):
+        paces.note(honest, 100, 10.0)
+    given = [paces.allowed_s({"late": 100}, least_s=60)["late"]]
+    for _ in range(8):
+        paces.note("late", 100, given[-1])
+        given.append(paces.allowed_s({"late": 100}, least_s=60)["late"])
+    assert given[-1] == given[-2] == ROOM * SLOWEST * 10 < given[0] * ROOM**3
 
 
 def test_the_last_of_the_most_laborious_orders_says_how_fast_a_device_is() -> None:
