@@ -47,7 +47,8 @@ class Paces:
     ) -> dict[str, float]:
         """Seconds that each device may take for its work, at least `least_s`; an unknown device counts as typical.
 
-        None counts as more than `SLOWEST` times slower than the typical one, and no order may take longer than a day. `exporting`: devices whose work ends in a bundle (`Action.EXPORTS`).
+        None counts as more than `SLOWEST` times slower than the typical one, and no order may take longer than a day.
+        `exporting`: devices whose work ends in a bundle (`Action.EXPORTS`).
         """
         rates = {i: seconds / work for i, (work, seconds) in self._known.items()}
         typical = median(rates.values()) if rates else 0.0
