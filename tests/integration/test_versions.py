@@ -1,7 +1,7 @@
-"""Old against new, over one broker and in one home: the version is that of a commit in the history of this repository.
+"""Old against new, over one broker and in one home: old versions are commits in the history of this repository.
 
-Where there is no history (a clone of depth one, an archive) these tests are skipped; the homes in tests/homes that this
-commit left are gone on with everywhere (tests/test_homes.py).
+Where there is no history (a clone of depth one, an archive) these tests are skipped; the homes in tests/homes that
+these commits left are gone on with everywhere (tests/test_homes.py).
 """
 
 from __future__ import annotations
@@ -24,24 +24,25 @@ from tests.homes.make import DEVICES, prepare
 from tests.support.federation import until
 
 NEW = Path(__file__).parents[2]
-COMMIT = "438a3f088d6c50faaba6995a3c4a4420803af1bf"
-"""Its store has schema 3; its wire is that of 0.2.0."""
+OLD = {"0.2.0-schema-3": "438a3f088d6c50faaba6995a3c4a4420803af1bf"}
+"""Commits by version, named as their homes in tests/homes: each release adds its own (CONTRIBUTING.md)."""
 WAIT_S = 300.0
 
 
-@pytest.fixture(scope="module")
-def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tree of that commit, with its entry points, which come before those that are installed."""
-    packed = subprocess.run(["git", "-C", NEW, "archive", COMMIT], capture_output=True)
+@pytest.fixture(scope="module", params=OLD)
+def old(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tree of a commit, with its entry points, which come before those that are installed."""
+    packed = subprocess.run(["git", "-C", NEW, "archive", OLD[request.param]], capture_output=True)
     if packed.returncode != 0:
         pytest.skip("there is no history here that goes back so far")
     tree = tmp_path_factory.mktemp("old")
     subprocess.run(["tar", "-x", "-C", tree], input=packed.stdout, check=True)
-    (found := tree / "fedge-0.2.0.dist-info").mkdir()
+    version = request.param.split("-")[0]
+    (found := tree / f"fedge-{version}.dist-info").mkdir()
     points = tomllib.loads((tree / "pyproject.toml").read_text())["project"]["entry-points"]
     lines = [line for group, own in points.items() for line in (f"[{group}]", *(f"{k} = {v}" for k, v in own.items()))]
     (found / "entry_points.txt").write_text("\n".join(lines))
-    (found / "METADATA").write_text("Metadata-Version: 2.1\nName: fedge\nVersion: 0.2.0\n")
+    (found / "METADATA").write_text(f"Metadata-Version: 2.1\nName: fedge\nVersion: {version}\n")
     return tree
 
 
