@@ -135,7 +135,7 @@ async def test_one_that_gets_worse_at_work_goes_back_by_itself_and_stops_the_rol
         """A picture after the other; somebody tells what was on it."""
         x = turned if name == canary else digits.x
         for i in itertools.cycle(range(seen.start, seen.stop)):
-            await asyncio.to_thread(answering.predict, x[i])
+            await asyncio.to_thread(answering.answer, x[i])
             await asyncio.to_thread(answering.feedback, x[i], digits.y[i : i + 1])
             await asyncio.sleep(0.01)
 
