@@ -217,9 +217,13 @@ def test_a_run_that_is_done_can_be_neither_paused_nor_clustered_anew(browser: An
     log_in(browser, url)
     summary = json.loads((store.home / "summary.json").read_text())
     (store.home / "summary.json").write_text(json.dumps(summary | {"done": True, "installed": []}))
-    browser.refresh()
-    see(browser, "cam1")
-    assert browser.find_element("id", "actions").text == ""
+
+    def without_actions(_: Any) -> bool:
+        browser.refresh()
+        see(browser, "cam1")
+        return bool(browser.find_element("id", "actions").text == "")
+
+    WebDriverWait(browser, WAIT_S).until(without_actions)  # what one page has read a moment ago the next one is shown
 
 
 def test_what_happens_shows_without_a_reload(browser: Any, url: str, store: Store) -> None:
