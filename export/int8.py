@@ -45,6 +45,8 @@ N_TIMED: Final = 100
 """Single samples by which both graphs are timed, in turns; the medians are compared."""
 _OF_A_NETWORK: Final = re.compile(r"(c\d+|trunk)/")
 _LAYERS: Final = frozenset({"Conv", "Gemm", "MatMul"})
+_IN_FLOAT: Final = frozenset({"InstanceNormalization"})
+"""Group normalisations are exported with constants that they share, which ONNX Runtime's quantiser cannot take."""
 
 
 class Int8Limits(Struct, frozen=True, kw_only=True):
@@ -155,6 +157,8 @@ def _quantised(model: onnx.ModelProto, x: NDArray[np.float32], scratch: Path) ->
                 per_channel=True,
                 nodes_to_quantize=_in_8_bits(folded),
             )
+    except (ValueError, RuntimeError) as error:
+        raise UpdateRejected(f"ONNX Runtime cannot quantise this network ({error}): no bundle written") from error
     finally:
         root.setLevel(level)
     made = onnx.load(scratch / INT8)
@@ -165,12 +169,12 @@ def _quantised(model: onnx.ModelProto, x: NDArray[np.float32], scratch: Path) ->
 
 
 def _in_8_bits(model: onnx.ModelProto) -> list[str]:
-    """Names of the networks' nodes, without the last layer of each candidate."""
+    """Names of the networks' nodes that 8 bits can take, without the last layer of each candidate."""
     names: list[str] = []
     last: dict[str, str] = {}
     for node in model.graph.node:
         network = _OF_A_NETWORK.match(node.name)
-        if network:
+        if network and node.op_type not in _IN_FLOAT:
             names.append(node.name)
             if node.op_type in _LAYERS and network[1] != "trunk":
                 last[network[1]] = node.name

@@ -56,6 +56,7 @@ SCRIPTS = {
     "frameworks.py": Script(
         ("--sizes", "small:4", "--rounds", "2", "--rivals", "plain"), ("fedge", "plain", "ms_per_client")
     ),
+    "int8.py": Script(("--networks", "mlp,resnet_moe"), ("mlp", "resnet_moe", "latency_int8_ms", "agreement")),
     "independent.py": Script(
         ("--devices", "3", "--rounds", "2", "--samples", "200", "--seeds", "0"),
         ("fedavg, plain PyTorch", "fedper, plain PyTorch"),
