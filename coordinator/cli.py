@@ -21,7 +21,7 @@ from coordinator.options import check, method_options, resolve_options
 from coordinator.service import CoordinatorSettings, Observer, happened, help_out, serve
 from coordinator.store import Store
 from coordinator.tracking import tracking
-from coordinator.watch import headline, read_summary
+from coordinator.watch import count_devices, headline, read_summary
 from coordinator.watch_cli import UiSettings, ago, lasting, page
 from fedge.background import INTERRUPTED, until_stopped
 from fedge.config import resolve, settings_options
@@ -172,7 +172,7 @@ class Progress:
             self._first_round = self._first_round or fields["round"]
             after = self._rounds is not None and fields["round"] > self._rounds
             name = "after the last round" if after else f"round {fields['round']}"
-            self._text = f"{name}: {fields['devices']} devices"
+            self._text = f"{name}: {count_devices(fields['devices'])}"
         elif event == "answer":
             self._answers += 1
         elif event == "round_done":

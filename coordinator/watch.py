@@ -369,6 +369,11 @@ def told(event: Event) -> dict[str, Any]:
     }
 
 
+def count_devices(n: int) -> str:
+    """A number of devices in words."""
+    return "1 device" if n == 1 else f"{n} devices"
+
+
 def text_of(event: Event) -> str:
     """An event in words."""
     f = event.fields
@@ -377,9 +382,9 @@ def text_of(event: Event) -> str:
         case "waiting":
             text = f"until {f['devices']} devices are there"
         case "round_begun":
-            text = f"{f['devices']} devices"
+            text = count_devices(f["devices"])
         case "asked":
-            text = f"{f['label']}: {f['devices']} devices"
+            text = f"{f['label']}: {count_devices(f['devices'])}"
         case "answer":
             text = f"{f['label']}: {f['result']}{took}"
         case "chosen":

@@ -16,7 +16,7 @@ from coordinator import cli, service, watch_cli
 from coordinator.control import act, wishes_in
 from coordinator.service import CoordinatorSettings, serve
 from coordinator.store import Event, Store
-from coordinator.watch import Watch, read_summary
+from coordinator.watch import Watch, read_summary, text_of
 from fedge.broker import LocalBroker
 from fedge.errors import ConfigError
 from tests.support.device import TASK
@@ -204,3 +204,8 @@ def test_no_more_events_are_kept_than_there_is_room_for(store: Store, monkeypatc
 def test_nothing_of_a_folder_that_is_no_coordinators(tmp_path: Path) -> None:
     done = CliRunner().invoke(watch_cli.devices, ["--home", str(tmp_path)])
     assert "is no coordinator's --home" in str(done.exception)
+
+
+def test_one_device_is_told_of_in_the_singular():
+    asked = [Event(at=0.0, round=1, name="asked", fields={"label": "train", "devices": n}) for n in (1, 2)]
+    assert [text_of(event) for event in asked] == ["train: 1 device", "train: 2 devices"]
