@@ -140,6 +140,6 @@ asyncio.run(main())
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "checked\n"
-        (child,) = psutil.Process(process.pid).children()
+        (child,) = (p for p in psutil.process_iter(["ppid"]) if p.info["ppid"] == process.pid)
         process.send_signal(signal.SIGKILL)
     child.wait(WAIT_S)
