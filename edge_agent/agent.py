@@ -22,7 +22,7 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Final, Protocol
 
 import fedge
 from edge_agent import context
@@ -50,6 +50,7 @@ from edge_agent.session import (
 )
 from edge_agent.session import Action as SessionAction
 from edge_agent.uptime import uptime_s
+from edge_agent.worker import Finished
 from fedge.background import Background
 from fedge.egress import Door, Rules, WithheldError
 from fedge.errors import ProtocolError, StoreError, TransportError
@@ -90,14 +91,11 @@ from fedge.step import (
 )
 from fedge.steps.mask_keys import KeysMade, MaskKeys
 from fedge.steps.mask_shares import MaskShares
+from fedge.task import TaskSpec
 from fedge.tensors import digest_of, to_pieces, views_of
 from fedge.topics import Topics
 from fedge.transfer import Receiver, Sender
 from fedge.transport import BrokerSettings, Inbound, Transport, Will
-
-if TYPE_CHECKING:
-    from edge_agent.worker import Finished
-    from fedge.task import TaskSpec
 
 log = logging.getLogger("fedge.agent")
 

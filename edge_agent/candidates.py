@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import msgspec
 import numpy as np
 from msgspec import Struct
 
 from edge_agent import mixture, private_model
-from edge_agent.device import FailedError, decoded
+from edge_agent.device import Device, FailedError, decoded
 from edge_agent.evaluation import logits, shared_prior
 from edge_agent.private_model import Samples
 from fedge.fusion import Array, calibrated, raw_energies, standardised
@@ -19,9 +19,6 @@ from fedge.messages import Role
 from fedge.sgd import Sgd
 from fedge.steps.fit_weights import Calibration
 from fedge.tensors import Model, flatten, from_bytes, to_bytes, unflatten
-
-if TYPE_CHECKING:
-    from edge_agent.device import Device
 
 CANDIDATES: Final = "candidates"
 INITIAL: Final = "initial"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edge_agent import mixture
+from edge_agent.device import Device
 from edge_agent.mixture import PLAIN
 from edge_agent.private_model import Samples
 from fedge.fusion import Array
@@ -17,9 +18,6 @@ from fedge.models.training import loss_and_gradient_norm
 from fedge.steps.fit_weights import Calibration
 from fedge.steps.train import Choice, Start
 from fedge.tensors import Model
-
-if TYPE_CHECKING:
-    from edge_agent.device import Device
 
 WITH_PRIOR: Final = Calibration(temperature=1.0, kappa=1.0)
 

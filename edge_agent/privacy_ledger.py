@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import msgspec
 from msgspec import Struct
@@ -26,9 +26,7 @@ from edge_agent.device import FailedError
 from fedge.egress import PRIVACY_LEDGER
 from fedge.errors import DamagedError
 from fedge.files import write_atomically
-
-if TYPE_CHECKING:
-    from fedge.steps.train_dp import Privacy
+from fedge.steps.train_dp import Privacy
 
 ORDERS: Final = (*range(2, 33), 40, 48, 64, 96, 128, 192, 256)
 """Of Rényi divergence, among which the best is taken. Fractions would lower an epsilon above 10, at 40 ms each."""

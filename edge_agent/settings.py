@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from msgspec import Meta
 
@@ -13,9 +13,7 @@ from fedge.credentials import Credentials
 from fedge.processor import Processor, TrainOn
 from fedge.step import Steps, known_steps
 from fedge.steps.mask_shares import MIN_COHORT
-
-if TYPE_CHECKING:
-    from fedge.task import TaskSpec
+from fedge.task import TaskSpec
 
 
 class AgentSettings(Credentials, frozen=True, kw_only=True):

@@ -17,7 +17,7 @@ import importlib
 from collections.abc import Collection, Iterable, Mapping
 from functools import cache
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Self, TypeVar
+from typing import Any, ClassVar, Final, Self, TypeVar
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
@@ -25,11 +25,9 @@ from msgspec import UNSET, Struct, UnsetType
 from fedge.errors import MALFORMED, ConfigError, ProtocolError
 from fedge.loading import load_object
 from fedge.messages import BlobRef, Order, Outcome, Report, Why, all_finite, blobs_of
+from fedge.task import TaskSpec
+from fedge.tensors import Layout
 from fedge.text import Worded
-
-if TYPE_CHECKING:
-    from fedge.task import TaskSpec
-    from fedge.tensors import Layout
 
 T = TypeVar("T", bound=Struct)
 fields_of = cache(msgspec.structs.fields)

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from edge_agent import private_model
 from edge_agent.device import PERSONAL, Device
 from edge_agent.evaluation import final_prior, logits, metrics, prior
 from edge_agent.mixture import PLAIN, TIE
 from edge_agent.steps.train import whole
-from export import Candidate, GateWeights, Mixture
+from export import BundleInfo, Candidate, GateWeights, Mixture
 from fedge.fusion import calibrated
 from fedge.messages import Role
 from fedge.models.training import Trainer, mean_loss
 from fedge.steps.install import FineTune, Install, Installed, Served
 from fedge.steps.train import kept_by
 from fedge.tensors import Model, Tensors
-
-if TYPE_CHECKING:
-    from export import BundleInfo
 
 
 def run(device: Device, action: Install) -> Installed:

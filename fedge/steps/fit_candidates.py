@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal, Self
+from typing import Annotated, ClassVar, Final, Literal, Self
 
 import msgspec
 from msgspec import Meta
@@ -12,9 +12,7 @@ from fedge.messages import BlobRef, Count, Role
 from fedge.sgd import Sgd
 from fedge.step import Action, Result, Reveals, require
 from fedge.steps.train import Starts
-
-if TYPE_CHECKING:
-    from fedge.task import TaskSpec
+from fedge.task import TaskSpec
 
 CANDIDATE_STEPS: Final = 160
 """Of the private model, at most (fedge.md section 6)."""

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
 from fedge.messages import Count
 from fedge.step import Result, Reveals, require
 from fedge.steps.fit_weights import OfPooled
-
-if TYPE_CHECKING:
-    from fedge.task import TaskSpec
+from fedge.task import TaskSpec
 
 
 class EnergyFitted(Result, frozen=True, kw_only=True):

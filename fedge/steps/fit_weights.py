@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated, ClassVar
 
 from msgspec import Meta, Struct
 
 from fedge.messages import Count, Role, Share
 from fedge.step import Action, Result, Reveals, require
-
-if TYPE_CHECKING:
-    from fedge.task import TaskSpec
+from fedge.task import TaskSpec
 
 
 class Calibration(Struct, frozen=True, kw_only=True):

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
 from fedge.messages import BlobRef, Count, Text
 from fedge.step import Action, require
 from fedge.steps.install import Installed
-
-if TYPE_CHECKING:
-    from fedge.task import TaskSpec
+from fedge.task import TaskSpec
 
 
 class InstallBundle(Action, frozen=True, kw_only=True):

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
 from fedge.messages import BlobRef, Codec, Id, NonNegative
 from fedge.step import Action, Result, Reveals, require
 from fedge.steps.train import kept_by
-from fedge.tensors import Selector
-
-if TYPE_CHECKING:
-    from fedge.task import TaskSpec
-    from fedge.tensors import Layout
+from fedge.task import TaskSpec
+from fedge.tensors import Layout, Selector
 
 
 class PrivateShared(Result, frozen=True, kw_only=True):

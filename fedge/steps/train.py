@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal, Self
+from typing import Annotated, ClassVar, Final, Literal, Self
 
 import msgspec
 from msgspec import Meta, Struct
@@ -12,11 +12,8 @@ from fedge.errors import ConfigError, ProtocolError
 from fedge.messages import BlobRef, Codec, Count, NonNegative, Share
 from fedge.sgd import TRAINING_PASSES, Sgd
 from fedge.step import Action, Result, Reveals, Steps, installed_steps, require
-from fedge.tensors import Selector
-
-if TYPE_CHECKING:
-    from fedge.task import TaskSpec
-    from fedge.tensors import Layout
+from fedge.task import TaskSpec
+from fedge.tensors import Layout, Selector
 
 MAX_STARTS: Final = 64
 """Models that an order offers to start from."""

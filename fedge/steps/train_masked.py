@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Annotated, ClassVar, Self
+from typing import Annotated, ClassVar, Self
 
 import msgspec
 from msgspec import Meta
@@ -12,10 +12,8 @@ from fedge.messages import BlobRef, Id, NonNegative, Share
 from fedge.step import Action, Result, Reveals, require
 from fedge.steps.mask_shares import Position, Sealed
 from fedge.steps.train import Train
-
-if TYPE_CHECKING:
-    from fedge.task import TaskSpec
-    from fedge.tensors import Layout
+from fedge.task import TaskSpec
+from fedge.tensors import Layout
 
 
 class TrainedMasked(Result, frozen=True, kw_only=True):

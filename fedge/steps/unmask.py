@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
@@ -10,9 +10,7 @@ from fedge.messages import BlobRef
 from fedge.step import Result, Reveals, require
 from fedge.steps.mask_keys import MaskStep
 from fedge.steps.mask_shares import MAX_COHORT, Position
-
-if TYPE_CHECKING:
-    from fedge.task import TaskSpec
+from fedge.task import TaskSpec
 
 KeyShare = Annotated[bytes, Meta(min_length=33, max_length=33)]
 
