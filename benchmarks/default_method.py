@@ -49,7 +49,7 @@ import zipfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import msgspec
 import numpy as np
@@ -64,6 +64,7 @@ from coordinator.simulation.compare import together as merged
 from coordinator.simulation.outcome import RunOutcome
 from coordinator.simulation.settings import CompareSettings, Hardware
 from fedge.messages import Role
+from fedge.step import Action
 from fedge.steps.fit_candidates import CandidatesFitted, FitCandidates
 from fedge.steps.fit_energy import EnergyFitted
 from fedge.steps.fit_gate import FitGate
@@ -71,6 +72,10 @@ from fedge.steps.fit_weights import Calibration
 from fedge.tasks import DeviceData
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # methods are named by path: benchmarks.default_method:NoGuard
+from benchmarks.steps.ablated_candidates import FitAblatedCandidates
+from benchmarks.steps.ablated_gate import FitAblatedGate
+
+A = TypeVar("A", bound=Action)
 
 METHODS = (
     "local",
@@ -224,11 +229,16 @@ accuracy and F1 in %."""
 # ----------------------------------------------------------------------------------- the rows that no option makes
 
 
+def ablated(step: type[A], order: Action, **changes: object) -> A:
+    """An order of the benchmark's own step, otherwise the same."""
+    return step(**{name: getattr(order, name) for name in order.__struct_fields__} | changes)
+
+
 class NoFinalFit(Fedge):
     """Nothing learns from the validation samples (section 10)."""
 
     def mixture(self, pool: Pool, fitted: CandidatesFitted) -> FitGate:
-        return msgspec.structs.replace(super().mixture(pool, fitted), final_fit=False)
+        return ablated(FitAblatedGate, super().mixture(pool, fitted), refits=False)
 
 
 class Unclipped(Fedge):
@@ -243,14 +253,14 @@ class NoGuard(Fedge):
     """The mixture serves, whatever validation says (section 11)."""
 
     def mixture(self, pool: Pool, fitted: CandidatesFitted) -> FitGate:
-        return msgspec.structs.replace(super().mixture(pool, fitted), guard=False)
+        return ablated(FitAblatedGate, super().mixture(pool, fitted), guards=False)
 
 
 class UntrainedGate(Fedge):
     """r = 0 (section 9)."""
 
     def mixture(self, pool: Pool, fitted: CandidatesFitted) -> FitGate:
-        return msgspec.structs.replace(super().mixture(pool, fitted), gate="untrained")
+        return ablated(FitAblatedGate, super().mixture(pool, fitted), trains_gate=False)
 
 
 class NoLocal(Fedge):
@@ -315,7 +325,7 @@ class PrivateAlone(Fedge):
         return [self.ROLE if self.ROLE in roles else Role.GLOBAL]
 
     def mixture(self, pool: Pool, fitted: CandidatesFitted) -> FitGate:
-        return msgspec.structs.replace(super().mixture(pool, fitted), guard=False)
+        return ablated(FitAblatedGate, super().mixture(pool, fitted), guards=False)
 
 
 class GlobalAlone(PrivateAlone):
@@ -360,14 +370,14 @@ class Private40(Fedge):
     """40 steps of the private model, whatever validation says."""
 
     def fit(self, state: FedgeState, device: Device, *, local: bool) -> FitCandidates:
-        return msgspec.structs.replace(super().fit(state, device, local=local), private_steps=40)
+        return ablated(FitAblatedCandidates, super().fit(state, device, local=local), private_steps=40)
 
 
 class PrivateFromStart(Fedge):
     """The private model learns from the initial model."""
 
     def fit(self, state: FedgeState, device: Device, *, local: bool) -> FitCandidates:
-        return msgspec.structs.replace(super().fit(state, device, local=local), private_start="initial")
+        return ablated(FitAblatedCandidates, super().fit(state, device, local=local), private_start="initial")
 
 
 class ByStatistic(Fedge):

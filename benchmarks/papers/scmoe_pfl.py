@@ -49,6 +49,8 @@ from numpy.typing import NDArray
 from table import Runs, chosen, claim, measure, over_seeds, parser_of, show, write
 from torch import nn
 
+from benchmarks.default_method import ablated
+from benchmarks.steps.ablated_mixture import FitAblatedMixture
 from coordinator.clustering import mctc
 from coordinator.methods.scmoe_pfl import Parameters, ScmoePfl, ScmoeState
 from coordinator.simulation.outcome import RunOutcome
@@ -70,7 +72,8 @@ class Variant(ScmoePfl):
         return msgspec.structs.replace(super().parameters(), **self.PARAMETERS)
 
     def mixture(self, state: ScmoeState, device_id: str) -> FitMixture:
-        return msgspec.structs.replace(super().mixture(state, device_id), **self.ORDER)
+        order = super().mixture(state, device_id)
+        return ablated(FitAblatedMixture, order, **{"learns": order.gate, "offset": order.energy_offset} | self.ORDER)
 
 
 def variant(name: str, parameters: Mapping[str, Any] = {}, **order: Any) -> str:
@@ -82,7 +85,7 @@ def variant(name: str, parameters: Mapping[str, Any] = {}, **order: Any) -> str:
 NO_ENERGY = variant("NoEnergy", energy=False)
 BEST = variant("BestExpert", alone="best")
 AVERAGE = variant("MeanOfExperts", alone="average")
-PRINTED_GATE = variant("PrintedGate", private_start="initial", gate="training", energy_offset="never")
+PRINTED_GATE = variant("PrintedGate", private_start="initial", learns="training", offset="never")
 PRIVATE_ALONE = variant("PrivateFromStart", private_start="initial", alone="private")
 SENSITIVE = "private_data=sensitive:private_steps=300"
 METHODS = {
@@ -101,7 +104,7 @@ METHODS = {
     "k-means each round, paper": f"{PRINTED}:clustering=k-means",
     "mean of experts, paper": f"{AVERAGE}:preset=paper",
     "mean of experts, default": AVERAGE,
-    "uniform mean of outputs, default": variant("UniformMean", gate="uniform"),
+    "uniform mean of outputs, default": variant("UniformMean", learns="uniform"),
     "no energy, default": NO_ENERGY,
 }
 ON_ALL_DATA = {"FedAvg, all data": "fedavg", "FedAvg + FT, all data": "fedavg+ft"}
@@ -203,16 +206,16 @@ PRIVATE: dict[str, tuple[dict[str, str], str]] = {
 """Section 17.3: the samples that the private model learns from (D_H: the sensitive ones), and its start."""
 GATE: dict[str, dict[str, Any]] = {
     "private alone": {"alone": "private"},
-    "uniform mean": {"gate": "uniform"},
-    "gate on train, energy": {"gate": "training"},
-    "gate on train, no energy": {"gate": "training", "energy": False},
-    "gate on train, offset": {"gate": "training", "energy_offset": "always"},
+    "uniform mean": {"learns": "uniform"},
+    "gate on train, energy": {"learns": "training"},
+    "gate on train, no energy": {"learns": "training", "energy": False},
+    "gate on train, offset": {"learns": "training", "offset": "always"},
     "gate on val, energy": {},
     "gate on val, no energy": {"energy": False},
-    "gate on val, offset": {"energy_offset": "always"},
-    "gate on train+val, offset": {"gate": "training+validation", "energy_offset": "always"},
-    "untrained gate, energy": {"gate": "untrained", "energy_offset": "never"},
-    "untrained gate, offset": {"gate": "untrained"},
+    "gate on val, offset": {"offset": "always"},
+    "gate on train+val, offset": {"learns": "training+validation", "offset": "always"},
+    "untrained gate, energy": {"learns": "untrained", "offset": "never"},
+    "untrained gate, offset": {"learns": "untrained"},
 }
 GATE_SPEC = {
     "D_H, from w0": {

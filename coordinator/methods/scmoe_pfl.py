@@ -40,7 +40,7 @@ from coordinator.methods.grouping import offered
 from coordinator.protection import Guard, without_noise
 from fedge.messages import BlobRef
 from fedge.steps.describe_labels import DescribeLabels, LabelsDescribed
-from fedge.steps.fit_mixture import FitMixture, GateData
+from fedge.steps.fit_mixture import FitMixture, GateData, Offset
 from fedge.steps.install import Installed
 from fedge.steps.train import MAX_STARTS, Start, Train, Trained
 from fedge.tensors import Floats, Layout, Model, Tensors
@@ -65,7 +65,7 @@ class Parameters(Struct, frozen=True, kw_only=True):
     private_start: Literal["best", "initial"] = "best"
     private_steps: int = 40
     gate: GateData = "validation"
-    energy_offset: Literal["never", "untrained", "always"] = "untrained"
+    energy_offset: Offset = "untrained"
 
 
 PRESETS: Final = {

@@ -16,10 +16,13 @@ PRIVATE, LOCAL = range(2)
 THREADED: Final = True
 
 
-def run(device: Device, action: FitCandidates) -> CandidatesFitted:
+def run(
+    device: Device, action: FitCandidates, *, private_start: str = "", private_steps: int | None = None
+) -> CandidatesFitted:
     """Fit on D_L, keep the models, and report each candidate's losses on V_L.
 
     With marked samples, the private and the local model are shadows; `fit_gate` trains those that stay (3.1).
+    For variants: the private model's start (`candidates.Plan`), and its number of steps without validation.
     """
     models: dict[str, Model] = {
         candidates.INITIAL: device.model(action.initial_model),
@@ -29,9 +32,9 @@ def run(device: Device, action: FitCandidates) -> CandidatesFitted:
     if action.experts:
         models[Role.EXPERT], chosen = best_start(device, action.experts)
         start, cluster = Role.EXPERT, chosen.cluster
-    if action.private_start == "initial":
-        start = candidates.INITIAL
-    plan = candidates.Plan(private_start=start, private_steps=action.private_steps, local_steps=action.local_steps)
+    plan = candidates.Plan(
+        private_start=private_start or start, private_steps=private_steps, local_steps=action.local_steps
+    )
     data = device.data
     fitted = candidates.fit(device, models, plan, action.sgd, data.shared, data.shared_validation, (PRIVATE, LOCAL))
     candidates.keep(device, fitted)

@@ -26,8 +26,13 @@ FINAL_PRIVATE, FINAL_LOCAL, REAL_PRIVATE, REAL_LOCAL = range(3, 7)
 """Streams of random numbers within the order."""
 
 
-def run(device: Device, action: FitGate) -> Installed:
-    """Write the bundle of the mixture."""
+def run(
+    device: Device, action: FitGate, *, trains_gate: bool = True, guards: bool = True, refits: bool = True
+) -> Installed:
+    """Write the bundle of the mixture.
+
+    For variants: `trains_gate` False: r = 0 (section 9). `guards`: section 11. `refits`: section 10.
+    """
     data = device.data
     found = candidates(
         device, final_candidates(device, action), data.validation, prior(device), action.calibration, action.pooled
@@ -37,11 +42,11 @@ def run(device: Device, action: FitGate) -> Installed:
     scores = log_weights(weights) + beta * found.energies
     log_p = np.where(np.isfinite(found.log_q).all(axis=2).T, found.log_p, np.nan)
     trained = GateWeights.untrained(device.task.input_shape, len(found.roles))
-    if action.gate == "validation":
+    if trains_gate:
         trained = gate.train_gate(data.x_val, log_p, scores, seed=device.seed)
     fused = log_mixture(found.log_q, scores)
-    guard = chosen_guard(device, found.fitted, action.calibration, fused) if action.guard else None
-    final = final_models(device, found, action.sgd) if action.final_fit else list(found.models)
+    guard = chosen_guard(device, found.fitted, action.calibration, fused) if guards else None
+    final = final_models(device, found, action.sgd) if refits else list(found.models)
     made = [
         Candidate(
             role=role,

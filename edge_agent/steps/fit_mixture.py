@@ -36,21 +36,32 @@ def run(device: Device, action: FitMixture) -> Installed:
     Raises:
         FailedError: there is neither an expert nor a training sample.
     """
+    experts = experts_of(device, action)
+    models, roles = candidates(fit_private(device, action, experts), experts)
+    samples = gate_data(device.data, action.gate)
+    untrained = len(samples[1]) < gate.MIN_SAMPLES
+    levelled = untrained and action.energy_offset == "untrained"
+    offsets = mean_energies(device, models) if levelled else np.zeros(len(models))
+    weights = fit_gate(device, models, roles, samples, offsets, action.top)
+    return write(device, models, roles, weights, offsets, action.top)
+
+
+def experts_of(device: Device, action: FitMixture) -> list[Model]:
+    """The experts of the mixture: those of the order, thinned if all are new to the device."""
     experts = [device.model(start.model) for start in action.experts]
-    if action.near_best:
-        experts = near_best(device, experts)
-    if action.alone in {"average", "best"} and experts:
-        one = private_model.mean_model(experts) if action.alone == "average" else best(device, experts)
-        return _write(device, action, [one], (Role.EXPERT,), None, np.zeros(1))
-    private = fit_private(device, action, experts)
-    if action.alone == "private" and private:
-        return _write(device, action, [private], (Role.PRIVATE,), None, np.zeros(1))
+    return near_best(device, experts) if action.near_best else experts
+
+
+def candidates(private: Model | None, experts: list[Model]) -> tuple[list[Model], tuple[Role, ...]]:
+    """Models and roles, the private model first.
+
+    Raises:
+        FailedError: there is none.
+    """
     models = [*([private] if private else []), *experts]
     if not models:
         raise FailedError("no expert and no training sample: nothing to predict with")
-    roles = (*((Role.PRIVATE,) if private else ()), *(Role.EXPERT for _ in experts))
-    weights, offsets = fit_gate(device, action, models, roles)
-    return _write(device, action, models, roles, weights, offsets)
+    return models, (*((Role.PRIVATE,) if private else ()), *(Role.EXPERT for _ in experts))
 
 
 def near_best(device: Device, experts: list[Model]) -> list[Model]:
@@ -85,66 +96,64 @@ def fit_private(device: Device, action: FitMixture, experts: list[Model]) -> Mod
     )
 
 
-def fit_gate(
-    device: Device, action: FitMixture, models: list[Model], roles: tuple[Role, ...]
-) -> tuple[GateWeights, Array]:
-    """Section 11.5: the gate over the candidates, and the energy offsets mu, (M,), 0 if disabled."""
+def mean_energies(device: Device, models: list[Model]) -> Array:
+    """Section 11.4: the offsets mu, (M,), on the validation samples, or else on the training samples."""
     data = device.data
-    x, y = gate_data(data, action.gate)
-    trained = len(y) >= gate.MIN_SAMPLES
-    offsets = np.zeros(len(models))
-    if action.energy_offset == "always" or (action.energy_offset == "untrained" and not trained):
-        seen = data.x_val if len(data.y_val) else data.x_train
-        energies = raw_energies(np.stack([logits(device, model, seen) for model in models]))
-        offsets, _ = mixture.energy_statistics(energies)
-    if not trained:
-        return GateWeights.untrained(device.task.input_shape, len(models)), offsets
+    seen = data.x_val if len(data.y_val) else data.x_train
+    offsets, _ = mixture.energy_statistics(raw_energies(np.stack([logits(device, model, seen) for model in models])))
+    return offsets
+
+
+def fit_gate(
+    device: Device,
+    models: list[Model],
+    roles: tuple[Role, ...],
+    samples: Samples,
+    offsets: Array,
+    top: int,
+    *,
+    energy: bool = True,
+) -> GateWeights:
+    """Section 11.5: the gate over the candidates; untrained with too few samples. `energy`: whether energies count."""
+    x, y = samples
+    if len(y) < gate.MIN_SAMPLES:
+        return GateWeights.untrained(device.task.input_shape, len(models))
     found = np.stack([logits(device, model, x) for model in models])
     log_q = calibrated(found, np.zeros(device.task.n_classes), PLAIN)
-    scores = (raw_energies(found) - offsets) * action.energy
+    scores = (raw_energies(found) - offsets) * energy
     usable = np.asarray(np.isfinite(log_q).all(axis=2).T)
     log_p = np.where(usable, mixture.of_labels(log_q, y).T, np.nan)
     experts = [k for k, role in enumerate(roles) if role is Role.EXPERT]
     scores = np.where(usable, scores, 0.0)
-    fitted = gate.train_gate(x, log_p, scores, seed=device.seed, decay=DECAY, experts=experts, top=action.top)
-    return fitted, offsets
+    return gate.train_gate(x, log_p, scores, seed=device.seed, decay=DECAY, experts=experts, top=top)
 
 
 def gate_data(data: DeviceData, what: GateData) -> Samples:
-    """Section 11.5: the gate's training data, inputs (m, *input_shape) and labels (m,); untrained: none."""
-    match what:
-        case "validation":
-            return data.x_val, data.y_val
-        case "training":
-            return data.x_train, data.y_train
-        case "training+validation":
-            return data.labelled
-        case "untrained" | "uniform":
-            return data.x_val[:0], data.y_val[:0]
+    """Section 11.5: the gate's training data, inputs (m, *input_shape) and labels (m,)."""
+    return data.validation if what == "validation" else data.training
 
 
-def _write(
+def write(
     device: Device,
-    action: FitMixture,
     models: list[Model],
     roles: tuple[Role, ...],
-    weights: GateWeights | None,
+    weights: GateWeights,
     offsets: Array,
+    top: int,
+    *,
+    energy: bool = True,
 ) -> Installed:
     """Sections 11.2 and 11.3 as a bundle: equal weights, T = 1, no prior; raw energies minus their offsets."""
     names = [role.value if role is Role.PRIVATE else f"expert-{k}" for k, role in enumerate(roles)]
-    energy = action.energy and action.gate != "uniform" and len(models) > 1
-    gate_weights = weights or GateWeights.untrained(device.task.input_shape, len(models))
     made = Mixture(
         candidates=tuple(
             Candidate(role=role, name=name, model=model, energy_mean=float(offset))
             for role, name, model, offset in zip(roles, names, models, offsets, strict=True)
         ),
         log_prior=final_prior(device),
-        beta=1.0 if energy else 0.0,
-        gate=gate_weights,
-        top=action.top,
+        beta=1.0 if energy and len(models) > 1 else 0.0,
+        gate=weights,
+        top=top,
         energy_clip=np.inf,
     )
-    info = device.write_bundle(made, "scmoe-pfl", {})
-    return installed(info)
+    return installed(device.write_bundle(made, "scmoe-pfl", {}))

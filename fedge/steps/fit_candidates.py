@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Annotated, ClassVar, Final, Literal, Self
+from typing import Annotated, ClassVar, Final, Self
 
 import msgspec
 from msgspec import Meta
@@ -31,8 +31,8 @@ class CandidatesFitted(Result, frozen=True, kw_only=True):
 class FitCandidates(Action, frozen=True, kw_only=True):
     """Train the private and the local model, choose the primary expert; losses over the (T, kappa) grid.
 
-    `private_steps` None: chosen by validation. `private_start` best: the primary expert, or the global model. `tell`:
-    whether to report losses; what is fitted is kept for `fit_gate` in any case.
+    The private model starts from the primary expert, or else from the global model. `tell`: whether to report losses;
+    what is fitted is kept for `fit_gate` in any case.
     """
 
     STEP: ClassVar = "fit_candidates"
@@ -42,8 +42,6 @@ class FitCandidates(Action, frozen=True, kw_only=True):
     experts: Starts = ()
     initial_model: BlobRef
     sgd: Sgd
-    private_start: Literal["initial", "best"] = "best"
-    private_steps: Annotated[int, Meta(ge=1, le=2**20)] | None = None
     local_steps: Count
     tell: bool = True
 
@@ -53,8 +51,8 @@ class FitCandidates(Action, frozen=True, kw_only=True):
 
     def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
         """Two trainings, and evaluations of all candidates."""
-        steps = (self.private_steps or CANDIDATE_STEPS) + self.local_steps
-        return (5 + len(self.experts)) * n_val + self.sgd.passes(steps, n_train)
+        looks = (5 + len(self.experts)) * n_val
+        return looks + self.sgd.passes(CANDIDATE_STEPS + self.local_steps, n_train)
 
     def check(self, result: CandidatesFitted, task: TaskSpec) -> None:
         """Losses of the global model at least, if requested, and none of candidates that were not offered."""

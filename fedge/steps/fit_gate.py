@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
@@ -27,9 +27,6 @@ class FitGate(Action, frozen=True, kw_only=True):
     shrinkage: Annotated[float, Meta(gt=0)]
     beta: NonNegative
     sgd: Sgd
-    gate: Literal["validation", "untrained"] = "validation"  # section 9; untrained: r = 0
-    final_fit: bool = True  # section 10
-    guard: bool = True  # section 11
 
     def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
         """Each candidate on the validation samples, and the last fit."""

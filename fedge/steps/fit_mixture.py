@@ -12,10 +12,10 @@ from fedge.step import Action
 from fedge.steps.install import Installed
 from fedge.steps.train import Starts
 
-GateData = Literal["validation", "training", "training+validation", "untrained", "uniform"]
-"""What SCMoE-PFL's gate learns from; untrained: nothing, the energies decide; uniform: nor they, all count the same."""
-Alone = Literal["average", "best", "private"]
-"""One model in place of SCMoE-PFL's mixture: the mean of the experts, the best of them, or the private model."""
+GateData = Literal["validation", "training"]
+"""What SCMoE-PFL's gate learns from."""
+Offset = Literal["never", "untrained"]
+"""When the candidates' mean energies are subtracted (section 11.4); untrained: if the gate has too few samples."""
 
 
 class FitMixture(Action, frozen=True, kw_only=True):
@@ -32,9 +32,7 @@ class FitMixture(Action, frozen=True, kw_only=True):
     private_data: Literal["sensitive", "all"] = "all"
     private_start: Literal["initial", "best"] = "best"
     gate: GateData = "validation"
-    energy: bool = True
-    energy_offset: Literal["never", "untrained", "always"] = "untrained"
-    alone: Alone | None = None
+    energy_offset: Offset = "untrained"
     near_best: bool = False  # only new experts within 0.02 of the best, at most 3
     top: Annotated[int, Meta(ge=1, le=64)] = 2
 

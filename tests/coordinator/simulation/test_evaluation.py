@@ -6,6 +6,8 @@ import msgspec
 import numpy as np
 import pytest
 
+from benchmarks.default_method import ablated
+from benchmarks.steps.ablated_mixture import FitAblatedMixture
 from coordinator.methods import Option, Server, make
 from coordinator.methods.scmoe_pfl import ScmoePfl, ScmoeState
 from coordinator.simulation.evaluation import Evaluation
@@ -24,7 +26,7 @@ class UniformMean(ScmoePfl):
     """Every model of a device's mixture counts the same."""
 
     def mixture(self, state: ScmoeState, device_id: str) -> FitMixture:
-        return msgspec.structs.replace(super().mixture(state, device_id), gate="uniform")
+        return ablated(FitAblatedMixture, super().mixture(state, device_id), learns="uniform", offset="untrained")
 
 
 async def finished(tmp_path: Path, name: str, scenario: Scenario = SCENARIO, options: dict[str, Option] | None = None):

@@ -7,6 +7,8 @@ import msgspec
 import numpy as np
 import pytest
 
+from benchmarks.default_method import ablated
+from benchmarks.steps.ablated_candidates import FitAblatedCandidates
 from edge_agent.candidates import Fitted, fitted_on
 from edge_agent.evaluation import loss
 from fedge.messages import Role
@@ -27,7 +29,7 @@ def blobs() -> Blobs:
 
 
 def done(home: Path, action: FitCandidates, blobs: Blobs) -> tuple[CandidatesFitted, Fitted]:
-    result = worker(home).execute(order(action), blobs).result
+    result = worker(home).execute(order(action), blobs, action=action).result
     assert isinstance(result, CandidatesFitted), result
     return result, fitted_on(device(home, action, blobs))
 
@@ -58,16 +60,17 @@ def test_the_private_model_may_start_from_the_initial_model_and_take_a_number_of
     """As it would learn from the initial model if that were the global one; the final fit then takes as many steps."""
     first = blobs.model(0)
     plain = {"experts": 0, "global_model": first, "local_steps": 0}
-    shared = {"experts": 0, "local_steps": 0, "private_start": "initial"}
+    shared = {"experts": 0, "local_steps": 0}
     losses, kept = {}, {}
-    for name, changes in {
-        "best": {**shared, "private_start": "best"},
-        "initial": shared,
-        "initial, 7": {**shared, "private_steps": 7},
-        "plain": plain,
-        "plain, 7": {**plain, "private_steps": 7},
-    }.items():
-        result, kept[name] = done(tmp_path / name, fit_candidates(blobs, **changes), blobs)
+    for name, order_of, changes in [
+        ("best", shared, {}),
+        ("initial", shared, {"private_start": "initial"}),
+        ("initial, 7", shared, {"private_start": "initial", "private_steps": 7}),
+        ("plain", plain, {}),
+        ("plain, 7", plain, {"private_steps": 7}),
+    ]:
+        action = ablated(FitAblatedCandidates, fit_candidates(blobs, **order_of), **changes)
+        result, kept[name] = done(tmp_path / name, action, blobs)
         losses[name] = result.losses[Role.PRIVATE]
     assert losses["initial"] == losses["plain"] != losses["best"]
     assert losses["initial, 7"] == losses["plain, 7"] != losses["plain"]

@@ -5,6 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.default_method import ablated
+from benchmarks.steps.ablated_gate import FitAblatedGate
 from deploy import load
 from fedge.messages import Role
 from fedge.step import Failed
@@ -29,19 +31,19 @@ def test_the_whole_personalisation_ends_in_a_bundle_that_predicts(tmp_path: Path
     assert np.mean(runtime.predict(x).class_index == y) > 0.7
 
 
-@pytest.mark.parametrize("learns", ["validation", "untrained"])
-def test_without_the_gate_the_weights_are_the_same_for_every_sample(tmp_path: Path, learns: str) -> None:
+@pytest.mark.parametrize("trains_gate", [True, False])
+def test_without_the_gate_the_weights_are_the_same_for_every_sample(tmp_path: Path, trains_gate: bool) -> None:
     here = Mixing(tmp_path).fitted()
-    installed = here.does(fit_gate(gate=learns, beta=0.0))
+    installed = here.does(ablated(FitAblatedGate, fit_gate(beta=0.0), trains_gate=trains_gate))
     assert isinstance(installed, Installed), installed
     spread = np.ptp(load(tmp_path / "bundles" / "1").predict(here.worker.data.x_val).weights, axis=0).max()
-    assert spread > 1e-3 if learns == "validation" else spread < 1e-6
+    assert spread > 1e-3 if trains_gate else spread < 1e-6
 
 
 def test_the_final_fit_changes_the_private_and_the_local_model_alone(tmp_path: Path) -> None:
     here = Mixing(tmp_path).fitted()
-    for final_fit in (False, True):
-        installed = here.does(fit_gate(guard=False, final_fit=final_fit), f"gate-{final_fit}")
+    for refits in (False, True):
+        installed = here.does(ablated(FitAblatedGate, fit_gate(), guards=False, refits=refits), f"gate-{refits}")
         assert isinstance(installed, Installed), installed
     plain, final = (load(tmp_path / "bundles" / name).manifest.candidates for name in ("1", "2"))
     assert {a.role for a, b in zip(plain, final, strict=True) if a.part != b.part} == {Role.PRIVATE, Role.LOCAL}
@@ -59,7 +61,7 @@ def test_a_damaged_mixture_is_guarded_by_the_local_model_that_the_pool_left_out(
     assert isinstance(installed, Installed), installed
     assert manifest_of(tmp_path, installed).fusion.guard is not None
     assert roles_of(tmp_path, installed) == (Role.GLOBAL, Role.LOCAL)
-    unguarded = here.does(fit_gate({Role.GLOBAL: 1.0}, guard=False), "again")
+    unguarded = here.does(ablated(FitAblatedGate, fit_gate({Role.GLOBAL: 1.0}), guards=False), "again")
     assert isinstance(unguarded, Installed), unguarded
     assert manifest_of(tmp_path, unguarded).fusion.guard is None
     assert roles_of(tmp_path, unguarded) == (Role.GLOBAL,)

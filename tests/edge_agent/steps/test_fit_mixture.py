@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks import default_method
+from benchmarks.steps import ablated_mixture
+from benchmarks.steps.ablated_mixture import FitAblatedMixture
 from deploy import load
 from edge_agent import evaluation, gate, private_model
 from edge_agent.device import Device
@@ -40,7 +43,18 @@ def mixture_of(blobs: Blobs, experts: int | tuple[Start, ...] = 3, **changes: ob
 def fitted(tmp_path, blobs, data=None, **changes):
     action = mixture_of(blobs, **changes)
     own = device(tmp_path, action, blobs, data)
-    result = fit_mixture.run(own, action)
+    return outcome(tmp_path, own, fit_mixture.run(own, action))
+
+
+def ablated(tmp_path, blobs, data=None, learns="validation", offset="untrained", alone=None, **changes):
+    """As `fitted`, by the step of the benchmark's rows."""
+    rows = {"learns": learns, "offset": offset, "alone": alone}
+    action = default_method.ablated(FitAblatedMixture, mixture_of(blobs, **changes), **rows)
+    own = device(tmp_path, action, blobs, data)
+    return outcome(tmp_path, own, ablated_mixture.run(own, action))
+
+
+def outcome(tmp_path, own, result):
     assert isinstance(result, Installed), result
     return own, result, load(tmp_path / "bundles" / "1")
 
@@ -119,12 +133,12 @@ def test_offsets_never_leaves_raw_energies(tmp_path, blobs) -> None:
 
 def test_an_untrained_gate_leaves_all_to_the_energies(tmp_path, blobs) -> None:
     """17.3: equal priors, however many samples there are; with offsets where an untrained gate has them (11.4)."""
-    own, _, runtime = fitted(tmp_path, blobs, gate="untrained", energy_offset="never")
+    own, _, runtime = ablated(tmp_path, blobs, learns="untrained", offset="never")
     x = own.data.x_val
     assert (gate_scores(tmp_path, x) == 0).all()
     expected = printed_formula(np.zeros((len(x), 4)), logits_of_candidates(own, tmp_path, x))
     np.testing.assert_allclose(runtime.predict(x).probabilities, expected, atol=1e-5)
-    _, _, levelled = fitted(tmp_path / "offset", blobs, gate="untrained")
+    _, _, levelled = ablated(tmp_path / "offset", blobs, learns="untrained")
     np.testing.assert_allclose(levelled.predict(x).energies.mean(axis=0), 0, atol=1e-5)
 
 
@@ -135,7 +149,7 @@ def test_the_gate_learns_from_what_the_order_says(tmp_path, blobs) -> None:
         "validation": replace(data, y_val=(data.y_val + 1) % 3),
         "training": replace(data, y_train=(data.y_train + 1) % 3),
     }
-    for gate_data, learns in [
+    for learns, changes in [
         ("validation", {"validation"}),
         ("training", {"training"}),
         ("training+validation", {"validation", "training"}),
@@ -143,22 +157,22 @@ def test_the_gate_learns_from_what_the_order_says(tmp_path, blobs) -> None:
     ]:
         found = {}
         for name, d in {"as it is": data, **others}.items():
-            folder = tmp_path / gate_data / name
+            folder = tmp_path / learns / name
             one = (Start(model=blobs.model(10, scale=4.0)), Start(model=blobs.model(11, scale=4.0)))
-            fitted(folder, blobs, d, experts=one, gate=gate_data, sgd=Sgd(steps=0), private_start="initial")
+            ablated(folder, blobs, d, experts=one, learns=learns, sgd=Sgd(steps=0), private_start="initial")
             found[name] = read(folder / "bundles" / "1").manifest.gate.digest
-        assert {name for name in others if found[name] != found["as it is"]} == learns
+        assert {name for name in others if found[name] != found["as it is"]} == changes
 
 
 def test_uniform_is_the_plain_mean_of_probabilities(tmp_path, blobs) -> None:
-    own, _, runtime = fitted(tmp_path, blobs, experts=2, gate="uniform")
+    own, _, runtime = ablated(tmp_path, blobs, experts=2, learns="uniform")
     logits = logits_of_candidates(own, tmp_path, own.data.x_val)
     softmax = np.exp(logits - np.logaddexp.reduce(logits, axis=2, keepdims=True))
     np.testing.assert_allclose(runtime.predict(own.data.x_val).probabilities, softmax.mean(axis=0), atol=1e-5)
 
 
 def test_without_the_gate_the_experts_are_averaged_and_there_is_no_private_model(tmp_path, blobs) -> None:
-    own, result, runtime = fitted(tmp_path, blobs, experts=2, alone="average")
+    own, result, runtime = ablated(tmp_path, blobs, experts=2, alone="average")
     assert roles_of(tmp_path, result) == (Role.EXPERT,)
     mean = private_model.mean_model([own.model(blobs.model(10 + k, scale=4.0)) for k in range(2)])
     logits = evaluation.logits(own, mean, own.data.x_val)
@@ -168,7 +182,7 @@ def test_without_the_gate_the_experts_are_averaged_and_there_is_no_private_model
 
 def test_without_the_gate_the_best_expert_can_serve_alone(tmp_path, blobs) -> None:
     """Section 17.2: the highest validation accuracy, then the lowest cross-entropy; nothing is mixed into it."""
-    own, result, runtime = fitted(tmp_path, blobs, experts=5, alone="best")
+    own, result, runtime = ablated(tmp_path, blobs, experts=5, alone="best")
     assert roles_of(tmp_path, result) == (Role.EXPERT,)
     models = [own.model(blobs.model(10 + k, scale=4.0)) for k in range(5)]
     ranks = [evaluation.rank(own, model, "accuracy") for model in models]
@@ -180,13 +194,13 @@ def test_without_the_gate_the_best_expert_can_serve_alone(tmp_path, blobs) -> No
 
 def test_the_private_model_can_serve_alone(tmp_path, blobs) -> None:
     """Section 17.1: the same that the mixture has; a device without one mixes its experts."""
-    own, result, runtime = fitted(tmp_path / "alone", blobs, alone="private")
+    own, result, runtime = ablated(tmp_path / "alone", blobs, alone="private")
     assert roles_of(tmp_path / "alone", result) == (Role.PRIVATE,)
     fitted(tmp_path / "mixed", blobs)
     alone, mixed = (read(tmp_path / name / "bundles" / "1").manifest.candidates[0] for name in ("alone", "mixed"))
     assert alone.part == mixed.part
     np.testing.assert_allclose(runtime.predict(own.data.x_val).weights, 1)
-    _, without, _ = fitted(tmp_path / "without", blobs, device_data(0, 0), alone="private")
+    _, without, _ = ablated(tmp_path / "without", blobs, device_data(0, 0), alone="private")
     assert set(roles_of(tmp_path / "without", without)) == {Role.EXPERT}
 
 
@@ -198,7 +212,7 @@ def test_the_private_model_learns_from_what_the_order_says(tmp_path, blobs) -> N
     for what in ("sensitive", "all"):
         for name, d in (("data", data), ("other", other)):
             folder = tmp_path / what / name
-            fitted(folder, blobs, d, private_data=what, private_start="initial", gate="uniform")
+            fitted(folder, blobs, d, private_data=what, private_start="initial")
             private[what, name] = read(folder / "bundles" / "1").manifest.candidates[0].part.digest
     assert private["sensitive", "data"] == private["sensitive", "other"]
     assert private["all", "data"] != private["all", "other"]
@@ -212,7 +226,6 @@ def test_an_own_start_is_the_best_expert_by_accuracy(tmp_path, blobs) -> None:
         blobs,
         experts=tuple(Start(model=blobs.model(k, scale=4.0), cluster=k) for k in range(6)),
         sgd=Sgd(steps=0),
-        gate="uniform",
     )
     fit_mixture.run(own, action)
     manifest = read(tmp_path / "bundles" / "1").manifest
