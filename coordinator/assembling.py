@@ -69,7 +69,7 @@ def files_of(
         UpdateRejected: torch and ONNX Runtime disagree.
     """
     with tempfile.TemporaryDirectory(prefix="fedge-bundle-") as folder:
-        info = write_bundle(
+        write_bundle(
             Path(folder) / "bundle",
             task=task,
             layout=layout,
@@ -79,7 +79,7 @@ def files_of(
             method=method,
             metrics={},
         )
-        return {file.name: file.read_bytes() for file in sorted(info.path.iterdir())}
+        return {file.name: file.read_bytes() for file in sorted(Path(folder, "bundle").iterdir())}
 
 
 def bundle_in_subprocess(

@@ -65,7 +65,8 @@ class Answering:
         """Held by the one thread that replaces the bundle that answers, here and in the slots; predictions go on."""
         self._unloadable = ""
         """Why the slots' running bundle cannot be loaded, until they know that."""
-        self._no_way_back = ""
+        self.no_way_back = ""
+        """Why a bundle that the slots have given up is still in service, or ""; `settle` tries again."""
         folder = slots.boot()
         if folder is None:
             raise ConfigError(
@@ -145,11 +146,6 @@ class Answering:
         with self._lock:
             return self._worse()
 
-    @property
-    def no_way_back(self) -> str:
-        """Why a bundle that the slots have given up is still in service, or ""; `settle` tries again."""
-        return self._no_way_back
-
     def swap(self, before: Quality | None = None) -> None:
         """Load the slots' running bundle and put it into service.
 
@@ -188,7 +184,7 @@ class Answering:
             StoreError: the slots cannot be written; the next call tries again.
         """
         self._take_back()
-        if self._no_way_back:
+        if self.no_way_back:
             with self._switching:
                 self._return()
         if reason := self.worse:
@@ -284,7 +280,7 @@ class Answering:
             self._drift = Drift(reference) if isinstance(reference, Reference) else None
             self._outliers = Outliers(seen=0, flagged=0)
             self._on_trial = False
-            self._no_way_back = ""
+            self.no_way_back = ""
             self._failed_in_a_row = 0
             self._trial_latencies, self._trial_predictions = [], 0
             self._trial_began = time.monotonic()
@@ -352,9 +348,9 @@ class Answering:
             runtime = self._load(folder)
         except (FedgeError, OSError) as error:
             reason = f"no-way-back: {error}"
-            if reason != self._no_way_back:
+            if reason != self.no_way_back:
                 log.error("event=no_way_back reason=%r", reason)  # noqa: TRY400 - the text is all
-            self._no_way_back = reason
+            self.no_way_back = reason
             return
         self._take(runtime)
 

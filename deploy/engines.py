@@ -14,7 +14,7 @@ import math
 import threading
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
-from typing import Annotated, Final, Literal, Protocol
+from typing import Annotated, Final, Literal
 
 import numpy as np
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -92,21 +92,6 @@ def how_of(runtime: EngineChoice, mode: Mode, threads: int, provider: str, provi
     return How(engine=runtime, mode=mode, threads=threads, provider=provider, provider_options=options)
 
 
-class Engine(Protocol):
-    """Runs model inputs x (n, *input_shape): probabilities (n, C), weights (n, M), energies (n, M).
-
-    providers: execution providers in use.
-    """
-
-    providers: tuple[str, ...]
-
-    def run(self, x: Floats) -> list[Floats]:
-        """The outputs of `x`."""
-
-    def run_all(self, x: Floats) -> list[Floats]:
-        """The outputs of `x` with nothing skipped; the engine's bounds stay unchanged."""
-
-
 def chosen(bundle: Bundle, engine: EngineChoice) -> EngineName:
     """Resolve `auto`: fused, or separate if candidates are large.
 
@@ -127,7 +112,9 @@ def chosen(bundle: Bundle, engine: EngineChoice) -> EngineName:
     return engine
 
 
-def make(bundle: Bundle, engine: EngineName, threads: int, providers: Sequence[Provider], mode: Mode) -> Engine:
+def make(
+    bundle: Bundle, engine: EngineName, threads: int, providers: Sequence[Provider], mode: Mode
+) -> Whole | Separate:
     """Load a bundle into an engine that it supports.
 
     Args:
@@ -158,14 +145,17 @@ def make(bundle: Bundle, engine: EngineName, threads: int, providers: Sequence[P
 
 
 class Whole:
-    """One graph for everything."""
+    """One graph for everything.
+
+    providers: execution providers in use.
+    """
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self.providers = session.providers
 
     def run(self, x: Floats) -> list[Floats]:
-        """The outputs of model inputs."""
+        """Probabilities (n, C), weights (n, M), energies (n, M) of model inputs (n, *input_shape)."""
         outputs: list[Floats] = self._session.run(OUTPUTS, {INPUT: x})
         return outputs
 
@@ -188,11 +178,11 @@ class Separate:
         self.providers = self._sessions[0].providers
 
     def run(self, x: Floats) -> list[Floats]:
-        """The outputs of model inputs."""
+        """The outputs of model inputs, as of `Whole`."""
         return self.run_all(x)
 
     def run_all(self, x: Floats) -> list[Floats]:
-        """The outputs of model inputs, of all candidates."""
+        """The outputs of model inputs with nothing skipped; bounds stay unchanged."""
         with np.errstate(all="ignore"):
             gate = gate_scores(self._how, x)
         return fuse(self._how, [self._logits(k, x) for k in range(len(self._sessions))], gate)

@@ -4,35 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import Executor
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deploy import protocol
+from deploy.answering import Answering
 from deploy.batching import Answer, Batcher, BusyError
 from deploy.drift import Drift
 from deploy.runtime import Runtime
 from fedge.bundle import Manifest, Reference
 from fedge.errors import ConfigError
-
-
-class Answers(Protocol):
-    """The interface of what can be served: a `Fixed` bundle, or an `Answering` device whose bundle changes."""
-
-    @property
-    def runtime(self) -> Runtime:
-        """The bundle in service."""
-
-    @property
-    def drifted(self) -> bool:
-        """Whether inputs have left the bundle's reference."""
-
-    def answer(self, x: NDArray[np.float32]) -> Answer:
-        """Predict raw samples, as `Runtime.predict`, and return the bundle that did."""
-
-    def feedback(self, x: NDArray[np.float32], y: NDArray[np.integer]) -> None:
-        """Learn the true classes of raw samples."""
 
 
 class Fixed:
@@ -57,6 +39,10 @@ class Fixed:
 
     def feedback(self, x: NDArray[np.float32], y: NDArray[np.integer]) -> None:
         """No effect: there is no other bundle to compare with."""
+
+
+Answers = Fixed | Answering
+"""What can be served: a bundle, or a device whose bundle changes."""
 
 
 class Served:

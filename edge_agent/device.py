@@ -28,12 +28,13 @@ from fedge.errors import MALFORMED, DamagedError, FedgeError, ProtocolError, Tra
 from fedge.files import highest_release, remove_unread, write_atomically
 from fedge.messages import BlobRef, Codec, Order, Why
 from fedge.step import Failed, Steps, device_half
+from fedge.steps.install import Installed
 from fedge.stopping import Stop, never
 from fedge.tensors import Model, digest_of, flatten, from_bytes, to_bytes
 
 if TYPE_CHECKING:
     from edge_agent.room import Stored
-    from export import BundleInfo, Mixture, Pool
+    from export import Mixture, Pool
     from fedge.codec import Norms
     from fedge.models.training import Network
     from fedge.task import TaskSpec
@@ -315,8 +316,8 @@ class Device:
 
     # ------------------------------------------------------------------------------------------------------ bundles
 
-    def write_bundle(self, made: Mixture | Pool, method: str, metrics: Mapping[str, float]) -> BundleInfo:
-        """Write a bundle with the next release number.
+    def write_bundle(self, made: Mixture | Pool, method: str, metrics: Mapping[str, float]) -> Installed:
+        """Write a bundle with the next release number; returns the result of the step.
 
         It is checked against torch on unmarked validation samples alone, since a failure is reported. A repeated order
         writes the same release as before.
@@ -324,7 +325,7 @@ class Device:
         from export import write_bundle
 
         release, data = self.release(), self.data
-        info = write_bundle(
+        write_bundle(
             self.host.home / "bundles" / str(release),
             task=self.task,
             layout=self.layout,
@@ -336,7 +337,7 @@ class Device:
             metrics=metrics,
         )
         prune_bundles(self.host.home)
-        return info
+        return Installed(release=release)
 
     def release(self) -> int:
         """The release of this order's bundle: the next one, or that of the first attempt if repeated."""

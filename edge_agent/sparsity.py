@@ -9,11 +9,9 @@ from __future__ import annotations
 import logging
 import math
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 import numpy as np
@@ -25,6 +23,7 @@ from torch import Tensor, nn
 from fedge.divergence import divergence
 from fedge.errors import ConfigError
 from fedge.files import read_lasting, write_atomically
+from fedge.models import listening
 from fedge.models.training import CHUNK, CPU, tensor
 
 log = logging.getLogger("fedge.worker")
@@ -129,7 +128,8 @@ def last_activation(module: nn.Module, x: Tensor) -> nn.Module:
         ConfigError: there is none, or an activation without exact zeros ran after it.
     """
     ran: list[nn.Module] = []
-    with _listening([m for m in module.modules() if isinstance(m, _EXACT + _INEXACT)], lambda m, _: ran.append(m)):
+    layers = [m for m in module.modules() if isinstance(m, _EXACT + _INEXACT)]
+    with listening(layers, lambda layer, *_: ran.append(layer)):
         module(x)
     if not ran:
         raise ConfigError("a sparsity profile needs a torch.nn.ReLU module in the network")
@@ -142,24 +142,14 @@ def _zeros(module: nn.Module, layer: nn.Module, x: Tensor) -> NDArray[np.float64
     """Share of zeros per sample and unit, (n, q)."""
     seen: list[Tensor] = []
 
-    def look(_: nn.Module, output: Tensor) -> None:
+    def look(_module: nn.Module, _inputs: object, output: Tensor) -> None:
         if not torch.isfinite(output).all():
             raise ValueError("an activation is not finite")
         seen.append((output == 0).to(torch.float64).reshape(*output.shape[:2], -1).mean(dim=2))
 
-    with _listening([layer], look):
+    with listening([layer], look):
         module(x)
     shares = seen[-1].cpu().numpy()  # the last use of a module that is used several times
     if shares.shape[1] > MAX_UNITS:
         raise ConfigError(f"the last ReLU has {shares.shape[1]} units, a profile at most {MAX_UNITS}")
     return np.asarray(shares)
-
-
-@contextmanager
-def _listening(layers: list[nn.Module], hear: Any) -> Iterator[None]:
-    handles = [layer.register_forward_hook(lambda m, _, output: hear(m, output)) for layer in layers]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -1,11 +1,10 @@
 """Exports a device's mixture from torch to a bundle for ONNX Runtime (the format: `fedge.bundle`)."""
 
-from export.bundle import BundleInfo, write_bundle
+from export.bundle import write_bundle
 from export.mixture import Candidate, GateWeights, Guard, Mixture
 from export.pool import Pool, PoolGate
 
 __all__ = [
-    "BundleInfo",
     "Candidate",
     "GateWeights",
     "Guard",

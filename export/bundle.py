@@ -40,15 +40,6 @@ from fedge.task import TaskSpec
 from fedge.tensors import Layout, digest_of, to_bytes, unflatten
 
 
-@dataclass(frozen=True, slots=True)
-class BundleInfo:
-    """A written bundle: SHA-256 of its manifest, largest |Δp| between torch and ONNX Runtime, its folder."""
-
-    digest: str
-    max_abs_diff: float
-    path: Path
-
-
 def write_bundle(
     folder: Path,
     *,
@@ -60,8 +51,8 @@ def write_bundle(
     method: str,
     metrics: Mapping[str, float],
     compared: NDArray[np.floating] | None = None,
-) -> BundleInfo:
-    """Write a mixture as a bundle. Equal arguments give equal bytes; an existing bundle is replaced.
+) -> Manifest:
+    """Write a mixture as a bundle; returns its manifest. Equal arguments give equal bytes; an older one is replaced.
 
     Parts that a bundle beside `folder` already holds are linked, not written again.
 
@@ -101,11 +92,11 @@ def write_bundle(
             for name, data in graphs.items():
                 write_atomically(unfinished / name, data)
             found = _parity(task, layout, mixture, with_parts(graph, names), unfinished, validation, compared)
-            manifest = encode(_manifest(task, mixture, names, graphs, release, method, metrics, found))
-            write_atomically(unfinished / MANIFEST, manifest)
+            manifest = _manifest(task, mixture, names, graphs, release, method, metrics, found)
+            write_atomically(unfinished / MANIFEST, encode(manifest))
     except OSError as error:
         raise StoreError(f"cannot write bundle {folder}: {error}") from error
-    return BundleInfo(digest=digest_of(manifest), max_abs_diff=found.difference, path=folder)
+    return manifest
 
 
 def _part(data: bytes) -> Part:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -35,21 +35,17 @@ def samples(task: TaskSpec, validation: Floats) -> NDArray[np.float32]:
     return np.ascontiguousarray(validation[:MAX_SAMPLES], np.float32)
 
 
-@contextmanager
-def leaning(module: torch.nn.Module, lean: float) -> Iterator[None]:
+def leaning(module: torch.nn.Module, lean: float) -> AbstractContextManager[None]:
     """Routers inside a network (submodules named `router`) favour later routes (1) or earlier ones (-1) by rounding."""
     import torch
+
+    from fedge.models import listening
 
     def favour(_module: torch.nn.Module, _inputs: object, scores: torch.Tensor) -> torch.Tensor:
         return scores + lean * LEVEL * (1 + scores.abs().amax(-1, keepdim=True)) * torch.arange(scores.shape[-1])
 
     routers = [router for name, router in module.named_modules() if name.rpartition(".")[2] == "router"]
-    hooks = [router.register_forward_hook(favour) for router in routers if lean]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+    return listening(routers if lean else [], favour)
 
 
 def logits_of(

@@ -14,7 +14,7 @@ from fedge.egress import PRESETS, TOLD, rules_of
 from fedge.errors import ConfigError
 from fedge.ledger import Line, lines
 from fedge.messages import Report, Want
-from fedge.step import Action, Reveals, installed_steps
+from fedge.step import Action, Result, Reveals, installed_steps
 from fedge.text import printable
 
 NOUNS: Final = {
@@ -100,15 +100,12 @@ def fields() -> Iterator[tuple[Reveals, list[str]]]:
         for field in kind.__struct_fields__
         if not (kind is Report and field in {"body", "blobs"})
     ]
-    results: dict[type, list[type[Action]]] = {}
+    results: dict[type[Result], list[type[Action]]] = {}
     for _, step in sorted(installed_steps().items()):
         results.setdefault(step.RESULT, []).append(step)
     for result, steps in results.items():
         names = ", ".join(step.STEP for step in steps)
-        places += [
-            (names, field, result.REVEALS.get(field, Reveals.PRIVATE))  # type: ignore[attr-defined]
-            for field in result.__struct_fields__  # type: ignore[attr-defined]
-        ]
+        places += [(names, field, told) for field, told in result.revealed().items()]
     for kind in Reveals:
         found = [f"{where}: {field}" for where, field, told in places if told is kind]
         yield kind, found or ["predictions over MQTT"]

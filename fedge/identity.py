@@ -29,7 +29,7 @@ from fedge.files import write_atomically
 
 if TYPE_CHECKING:
     from cryptography import x509
-    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey, EllipticCurvePublicKey
+    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
 
 log = logging.getLogger("fedge.identity")
 
@@ -81,6 +81,7 @@ class Subject(Struct, frozen=True):
 def subject_of(certificate: x509.Certificate) -> Subject | None:
     """The owner of a certificate; None: not a member of any federation."""
     from cryptography import x509
+    from cryptography.x509.oid import NameOID
 
     try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
@@ -89,15 +90,8 @@ def subject_of(certificate: x509.Certificate) -> Subject | None:
         subject = Subject(federation, Role(role), name)
     except (x509.ExtensionNotFound, ValueError):
         return None
-    return subject if common_name(certificate) == name else None
-
-
-def common_name(certificate: x509.Certificate) -> str:
-    """What a broker calls the owner; empty: no name."""
-    from cryptography.x509.oid import NameOID
-
-    found = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
-    return str(found[0].value) if found else ""
+    at_the_broker = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+    return subject if at_the_broker and at_the_broker[0].value == name else None
 
 
 def names_somebody(cert_file: str | Path) -> bool:
@@ -128,21 +122,17 @@ class Key:
         Raises:
             ConfigError: they cannot be read, or cannot sign messages.
         """
-        from cryptography import x509
-        from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
-        from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
+        from cryptography.hazmat.primitives.serialization import Encoding
 
-        try:
-            self.certificate = x509.load_pem_x509_certificate(Path(cert_file).read_bytes())
-            key = load_pem_private_key(Path(key_file or cert_file).read_bytes(), None)
-        except (OSError, ValueError, TypeError) as error:
-            raise ConfigError(f"cert_file {cert_file} and its key cannot be read: {error}") from error
+        from fedge.certificates import load_certificate, load_key
+
+        self.certificate = load_certificate(Path(cert_file))
+        self._key = load_key(Path(key_file or cert_file))
         subject = subject_of(self.certificate)
-        if subject is None or not isinstance(key, EllipticCurvePrivateKey):
-            raise ConfigError(f"cert_file {cert_file} names nobody of a federation with an EC key: have it made anew")
+        if subject is None:
+            raise ConfigError(f"cert_file {cert_file} names nobody of a federation: have it made anew")
         self.subject = subject
         self.der = self.certificate.public_bytes(Encoding.DER)
-        self._key: EllipticCurvePrivateKey = key
 
     def sign(self, context: str, data: bytes) -> bytes:
         """Our signature (ECDSA with SHA-256, in DER) of these bytes in this context."""
@@ -324,12 +314,11 @@ class Authority:
 
 def trouble_with(cert_file: str, ca_file: str) -> str:
     """What is wrong with our own certificate of any kind, in words; empty: nothing visible from here."""
-    from cryptography import x509
+    from fedge.certificates import load_certificate
 
     try:
-        certificate = x509.load_pem_x509_certificate(Path(cert_file).read_bytes())
-        found = Authority(ca_file).trouble(certificate)
-    except (OSError, ValueError, ConfigError) as error:
+        found = Authority(ca_file).trouble(load_certificate(Path(cert_file)))
+    except ConfigError as error:
         found = str(error)
     return found and f"cert_file {cert_file}: {found}"
 

@@ -75,6 +75,11 @@ class Result(Struct, frozen=True, kw_only=True):
 
     REVEALS: ClassVar[Mapping[str, Reveals]] = {}
 
+    @classmethod
+    def revealed(cls) -> dict[str, Reveals]:
+        """What each field reveals."""
+        return {field: cls.REVEALS.get(field, Reveals.PRIVATE) for field in cls.__struct_fields__}
+
 
 class Refusal(Result, frozen=True, kw_only=True):
     """A reason why there is no result. `reason` goes into the device's own log and is never sent."""
@@ -148,8 +153,7 @@ class Action(Struct, frozen=True, kw_only=True):
 
     def reveals(self) -> Mapping[str, Reveals]:
         """What each field of this action's result reveals."""
-        fields = self.RESULT.__struct_fields__
-        return {field: self.RESULT.REVEALS.get(field, Reveals.PRIVATE) for field in fields}
+        return self.RESULT.revealed()
 
     def sparing(self, withheld: Collection[str]) -> Self | None:
         """The action for a device whose owner withholds these kinds; None if nothing useful would come back.
@@ -165,8 +169,7 @@ class Action(Struct, frozen=True, kw_only=True):
 
 def unaccounted(action: type[Action]) -> dict[str, Reveals]:
     """The result fields that depend on samples without noise to protect them, with what each reveals."""
-    told = {field: action.RESULT.REVEALS.get(field, Reveals.PRIVATE) for field in action.RESULT.__struct_fields__}
-    return {field: kind for field, kind in told.items() if kind not in HARMLESS}
+    return {field: kind for field, kind in action.RESULT.revealed().items() if kind not in HARMLESS}
 
 
 def require(holds: bool, otherwise: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -12,7 +13,6 @@ from edge_agent.candidates import INITIAL, Candidates, Fitted, candidates, fit, 
 from edge_agent.device import Device
 from edge_agent.evaluation import final_prior, logits, metrics, prior, score
 from edge_agent.mixture import PLAIN
-from edge_agent.steps.install import installed
 from export import Candidate, GateWeights, Guard, Mixture
 from fedge.fusion import Array, calibrated, log_mixture, log_weights
 from fedge.messages import Role
@@ -65,7 +65,7 @@ def run(
         made.append(Candidate(role=role, name=role.value, model=found.fitted.model(device, role), weight=0.0))
         trained = _with_room(trained)
     index = None if guard is None else [c.role for c in made].index(guard[0])
-    info = device.write_bundle(
+    return device.write_bundle(
         Mixture(
             candidates=tuple(made),
             log_prior=final_prior(device),
@@ -76,7 +76,6 @@ def run(
         "fedge",
         metrics(device, fused),
     )
-    return installed(info)
 
 
 def final_candidates(device: Device, action: FitGate) -> Fitted:
@@ -144,9 +143,5 @@ def final_models(device: Device, found: Candidates, sgd: Sgd) -> list[Model]:
 
 def _with_room(weights: GateWeights) -> GateWeights:
     """The gate with one more output, which is always 0."""
-    return GateWeights(
-        hidden_weight=weights.hidden_weight,
-        hidden_bias=weights.hidden_bias,
-        out_weight=np.vstack([weights.out_weight, np.zeros((1, weights.out_weight.shape[1]))]),
-        out_bias=np.append(weights.out_bias, 0.0),
-    )
+    out_weight = np.vstack([weights.out_weight, np.zeros((1, weights.out_weight.shape[1]))])
+    return replace(weights, out_weight=out_weight, out_bias=np.append(weights.out_bias, 0.0))

@@ -16,7 +16,6 @@ from edge_agent.device import Device, FailedError
 from edge_agent.evaluation import final_prior, logits, rank
 from edge_agent.mixture import PLAIN
 from edge_agent.private_model import Samples
-from edge_agent.steps.install import installed
 from export import Candidate, GateWeights, Mixture
 from fedge.fusion import Array, calibrated, raw_energies
 from fedge.messages import Role
@@ -156,4 +155,4 @@ def write(
         top=top,
         energy_clip=np.inf,
     )
-    return installed(device.write_bundle(made, "scmoe-pfl", {}))
+    return device.write_bundle(made, "scmoe-pfl", {})

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from edge_agent.device import Device, FailedError
 from edge_agent.evaluation import logits, metrics
-from edge_agent.steps.install import install_alone, installed, kept, served
+from edge_agent.steps.install import install_alone, kept, served
 from edge_agent.steps.train import whole
 from export import Pool, PoolGate
 from export.pool import BIAS, SLOPE, WEIGHT, WIDTHS, pool_reference, usable
@@ -107,8 +107,7 @@ def run(device: Device, action: FitPool) -> Installed:
     if action.guard and (p.argmax(axis=1) == data.y_val).sum() < (own.argmax(axis=1) == data.y_val).sum():
         return _own(device, model)
     with np.errstate(divide="ignore"):
-        info = device.write_bundle(pool, METHOD, metrics(device, np.log(p)))
-    return installed(info)
+        return device.write_bundle(pool, METHOD, metrics(device, np.log(p)))
 
 
 # --------------------------------------------------------------------------------------------------------- the pool

@@ -9,7 +9,7 @@ from edge_agent.device import PERSONAL, Device
 from edge_agent.evaluation import final_prior, logits, metrics, prior
 from edge_agent.mixture import PLAIN, TIE
 from edge_agent.steps.train import whole
-from export import BundleInfo, Candidate, GateWeights, Mixture
+from export import Candidate, GateWeights, Mixture
 from fedge.fusion import calibrated
 from fedge.messages import Role
 from fedge.models.training import Trainer, mean_loss
@@ -49,12 +49,7 @@ def install_alone(device: Device, model: Model, role: Role, method: str) -> Inst
         gate=GateWeights.untrained(device.task.input_shape, 1),
     )
     log_p = calibrated(logits(device, model, device.data.x_val), prior(device), PLAIN)
-    return installed(device.write_bundle(alone, method, metrics(device, log_p)))
-
-
-def installed(info: BundleInfo) -> Installed:
-    """The result of a step that wrote a bundle."""
-    return Installed(release=int(info.path.name))
+    return device.write_bundle(alone, method, metrics(device, log_p))
 
 
 def fine_tuned(device: Device, start: Model, tuning: FineTune) -> Model:

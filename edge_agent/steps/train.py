@@ -40,7 +40,7 @@ from fedge.models.training import (
 from fedge.sgd import Sgd
 from fedge.step import Declined, Result
 from fedge.steps.train import Start, Train, Trained
-from fedge.tensors import Layout, Model, Selector, Tensors, flatten, overlaid, unflatten
+from fedge.tensors import Model, Selector, Tensors, flatten, overlaid, unflatten
 
 Learn = Callable[[Model, Tensors | None], tuple[Model, Tensors]]
 """(start, what was kept) -> (the trained model, what is kept now)."""
@@ -86,9 +86,8 @@ def learn_split(device: Device, action: Train, start: Model) -> tuple[Model, Ten
     return trained, {info.name: tensors[info.name] for info in device.layout.select(action.personal).tensors}
 
 
-def overlay(model: Model, kept: Tensors, layout: Layout) -> Model:
-    """The model with its personal layers replaced by the kept ones."""
-    return overlaid(model, kept, layout)
+overlay = overlaid
+"""The model with its personal layers replaced by the kept ones."""
 
 
 # ------------------------------------------------------------------------------------------------------- the frame

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator
-from typing import Final
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -97,6 +98,17 @@ def initial(task: TaskSpec, seed: int) -> tuple[Layout, Model]:
     return layout, dump(module, layout)
 
 
+@contextmanager
+def listening(layers: Iterable[nn.Module], hear: Callable[[nn.Module, Any, Any], Any]) -> Iterator[None]:
+    """Context in which `hear` gets each of these layers with its inputs and output; it may return another output."""
+    hooks = [layer.register_forward_hook(hear) for layer in layers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 def head_name(module: nn.Module, task: TaskSpec) -> str | None:
     """Find the head: the linear layer that turns features (n, D) into the network's logits (n, C).
 
@@ -126,14 +138,13 @@ def _gives_the_logits(layer: nn.Linear, module: nn.Module, task: TaskSpec) -> bo
         seen.append(tuple(inputs[0].shape))
         return wanted if output.shape == wanted.shape else output
 
-    training, hook = module.training, layer.register_forward_hook(replace)
+    training = module.training
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with listening([layer], replace), torch.no_grad(), torch.random.fork_rng(devices=[]):
             found = module.eval()(x)
     except Exception as error:
         raise ConfigError(f"{task.model} does not take inputs (n, *{task.input_shape}): {error}") from error
     finally:
-        hook.remove()
         module.train(training)
     return seen == [(4, layer.in_features)] and torch.equal(found, wanted)
 
@@ -157,11 +168,8 @@ def features_and_logits(module: nn.Module, x: torch.Tensor, layout: Layout) -> t
         ConfigError: the network has no head.
     """
     seen: list[torch.Tensor] = []
-    hook = head_of(module, layout).register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-    try:
+    with listening([head_of(module, layout)], lambda _layer, inputs, _output: seen.append(inputs[0])):
         logits: torch.Tensor = module(x)
-    finally:
-        hook.remove()
     return seen[-1], logits
 
 

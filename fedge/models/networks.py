@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -19,11 +20,9 @@ Options = Mapping[str, int | float | str | bool]
 def mlp(task: TaskSpec) -> nn.Module:
     """Flatten, linear, ReLU, linear. Option: hidden=32. Digits (8x8, 10 classes): d = 2410."""
     options = _sizes(task, hidden=32)
-    n_inputs = 1
-    for extent in task.input_shape:
-        n_inputs *= extent
+    hidden = options["hidden"]
     return nn.Sequential(
-        nn.Flatten(), nn.Linear(n_inputs, options["hidden"]), nn.ReLU(), nn.Linear(options["hidden"], task.n_classes)
+        nn.Flatten(), nn.Linear(math.prod(task.input_shape), hidden), nn.ReLU(), nn.Linear(hidden, task.n_classes)
     )
 
 
@@ -45,8 +44,7 @@ def cnn_fedavg(task: TaskSpec) -> nn.Module:
 def resnet_moe(task: TaskSpec) -> nn.Module:
     """Residual network with routed branches (`resnet_moe`). Options: experts=2 per block, top=1 per sample."""
     options = _sizes(task, experts=2, top=1)
-    if len(task.input_shape) != 3 or min(task.input_shape[1:]) < 4:
-        raise ConfigError(f"{task.model} needs images (channels, height >= 4, width >= 4), not {task.input_shape}")
+    _require_images(task, 4)
     if options["top"] > options["experts"]:
         raise ConfigError(f"option top of {task.model} is {options['top']}, with {options['experts']} experts")
     return ResNetMoE(task.input_shape, task.n_classes, **options)
@@ -87,8 +85,7 @@ _SMALL: Final = 64
 
 def _of_torchvision(task: TaskSpec, name: str) -> nn.Module:
     _sizes(task)
-    if len(task.input_shape) != 3 or min(task.input_shape[1:]) < 8:
-        raise ConfigError(f"{task.model} needs images (channels, height >= 8, width >= 8), not {task.input_shape}")
+    _require_images(task, 8)
     torchvision_ops.declare()
     from torchvision import models  # seconds
 
@@ -104,8 +101,7 @@ def _first(task: TaskSpec, usual: Any) -> nn.Conv2d:
 
 
 def _two_convolutions(task: TaskSpec, kernel: int, channels: tuple[int, int], hidden: int) -> nn.Module:
-    if len(task.input_shape) != 3 or min(task.input_shape[1:]) < 4:
-        raise ConfigError(f"{task.model} needs images (channels, height >= 4, width >= 4), not {task.input_shape}")
+    _require_images(task, 4)
     n_channels, height, width = task.input_shape
     return nn.Sequential(
         nn.Conv2d(n_channels, channels[0], kernel, padding="same"),
@@ -119,6 +115,12 @@ def _two_convolutions(task: TaskSpec, kernel: int, channels: tuple[int, int], hi
         nn.ReLU(),
         nn.Linear(hidden, task.n_classes),
     )
+
+
+def _require_images(task: TaskSpec, side: int) -> None:
+    shape = task.input_shape
+    if len(shape) != 3 or min(shape[1:]) < side:
+        raise ConfigError(f"{task.model} needs images (channels, height >= {side}, width >= {side}), not {shape}")
 
 
 def _sizes(task: TaskSpec, **defaults: int) -> dict[str, int]:

@@ -173,7 +173,7 @@ def test_files_that_cannot_be_used_are_named(authority: identities.Authority, tm
     files = authority.issue("cam1")
     with pytest.raises(ConfigError, match="missing"):
         Key(tmp_path / "missing", None)
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="holds no private key that can be read"):
         Key(files["cert_file"], None)
     with pytest.raises(ConfigError, match="holds no certificates"):
         Authority(files["key_file"])

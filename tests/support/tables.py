@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from export import Candidate, GateWeights, Guard, Mixture, write_bundle
-from export.bundle import BundleInfo
 from export.parity import formula
+from fedge.bundle import Manifest
 from fedge.fusion import fuse, gate_scores
 from fedge.messages import Role
 from fedge.task import TaskSpec
@@ -107,7 +107,7 @@ def scores_of(gate: GateWeights, x: NDArray[Any]) -> NDArray[Any]:
     return gate_scores(how, x.astype(np.float64))
 
 
-def write(folder: Path, logits: NDArray[Any], mixture: Mixture, release: int = 1) -> BundleInfo:
+def write(folder: Path, logits: NDArray[Any], mixture: Mixture, release: int = 1) -> Manifest:
     _, n_samples, n_classes = logits.shape
     return write_bundle(
         folder,

@@ -216,7 +216,7 @@ def test_candidates_of_a_bundle_share_what_is_frozen(adapt: str, file: Path, tmp
         0.0,
         GateWeights.untrained(task.input_shape, 2),
     )
-    info = write_bundle(
+    manifest = write_bundle(
         tmp_path / "bundle",
         task=task,
         layout=network.layout,
@@ -226,8 +226,8 @@ def test_candidates_of_a_bundle_share_what_is_frozen(adapt: str, file: Path, tmp
         method="m",
         metrics={},
     )
-    assert info.max_abs_diff < 1e-4, "torch and ONNX Runtime agree"
-    skeleton = (info.path / SKELETON).read_bytes()
+    assert manifest.max_abs_diff < 1e-4, "torch and ONNX Runtime agree"
+    skeleton = (tmp_path / "bundle" / SKELETON).read_bytes()
     assert skeleton.count(tensors_of(TASK)["5.weight"].tobytes()) == 1, "the frozen weights, once"
-    sizes = [path.stat().st_size for path in info.path.glob("*.safetensors")]
+    sizes = [path.stat().st_size for path in (tmp_path / "bundle").glob("*.safetensors")]
     assert sorted(sizes)[-2] < 4 * network.layout.n_params + 4000
