@@ -25,30 +25,9 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 import fedge
-from edge_agent import context
+from edge_agent import context, session
 from edge_agent.device import CACHED_MODELS, failed
 from edge_agent.outbox import Outbox
-from edge_agent.session import (
-    LAST_RESEND_S,
-    MAX_ACKED,
-    Acknowledge,
-    AckReceived,
-    Closing,
-    Connected,
-    Discard,
-    Event,
-    Keep,
-    OrderReceived,
-    Persist,
-    Publish,
-    Run,
-    Session,
-    Stop,
-    Tick,
-    WorkFinished,
-    WorkStopped,
-)
-from edge_agent.session import Action as SessionAction
 from edge_agent.uptime import uptime_s
 from edge_agent.worker import Finished
 from fedge.background import Background
@@ -237,7 +216,7 @@ class Agent:
             ThreadPoolExecutor(1, "worker") as self._pool,
         ):
             orders = {order.id: order for order in self._outbox.orders()}
-            self._session = Session(
+            self._session = session.Session(
                 self._identity.device_id,
                 orders=orders.values(),
                 reports=[r for r in self._outbox.reports() if self._may_still_leave(r, orders[r.order_id])],
@@ -292,7 +271,7 @@ class Agent:
         self._background.spawn(self._tell_context())
         await self._end
         self._say("stopping", logging.DEBUG)
-        self._feed(Closing())
+        self._feed(session.Closing())
         if self._work is not None:
             await self._work
         with suppress(TimeoutError):
@@ -320,15 +299,15 @@ class Agent:
         self._say("online", logging.DEBUG, broker=where, protocol=self._transport.protocol)
         self._send(self._status(Presence.ONLINE))
         self._send(self._measure())
-        self._feed(Connected())
+        self._feed(session.Connected())
 
     async def _on_order(self, inbound: Inbound) -> None:
         with self._refusing(inbound):
-            self._feed(OrderReceived(decode(self._opened(inbound), Order)))
+            self._feed(session.OrderReceived(decode(self._opened(inbound), Order)))
 
     async def _on_ack(self, inbound: Inbound) -> None:
         with self._refusing(inbound):
-            self._feed(AckReceived(decode(self._opened(inbound, Role.INTAKE), Ack)))
+            self._feed(session.AckReceived(decode(self._opened(inbound, Role.INTAKE), Ack)))
 
     async def _on_want(self, inbound: Inbound) -> None:
         with self._refusing(inbound):
@@ -353,7 +332,7 @@ class Agent:
 
     # ------------------------------------------------------------------------------------------------- deciding
 
-    def _feed(self, event: Event) -> None:
+    def _feed(self, event: session.Event) -> None:
         """Let the session decide, and carry out its actions in order."""
         try:
             for action in self._session.handle(event, uptime_s()):
@@ -368,44 +347,44 @@ class Agent:
         if wakeup is not None:
             # At least a moment ahead: the loop's clock and ours differ slightly. At most LAST_RESEND_S: the loop's
             # clock stands still while the machine is suspended.
-            delay_s = min(max(wakeup - uptime_s(), 0.01), LAST_RESEND_S)
+            delay_s = min(max(wakeup - uptime_s(), 0.01), session.LAST_RESEND_S)
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._tick)
 
     def _tick(self) -> None:
         try:
-            self._feed(Tick())
+            self._feed(session.Tick())
         except StoreError as error:
             self._fail(error)
 
-    def _perform(self, action: SessionAction) -> None:
+    def _perform(self, action: session.Action) -> None:
         match action:
-            case Persist(order):
+            case session.Persist(order):
                 self._outbox.persist(order)
                 self._say("order_received", logging.DEBUG, **_about(order), left_s=round(order.left_s, 1))
-            case Run(order):
+            case session.Run(order):
                 self._stop_work.clear()
                 self._work = self._background.spawn(self._carry_out(order))
-            case Stop(order_id):
+            case session.Stop(order_id):
                 self._say("order_stopping", logging.DEBUG, order=order_id)
                 self._stop_work.set()
                 if self._fetching is not None:
                     self._fetching.cancel()
-            case Keep(report):
+            case session.Keep(report):
                 self._outbox.keep(report)
                 self._say(
                     "order_done", order=report.order_id, result=str(report.outcome), seconds=round(report.seconds, 3)
                 )
                 self._send(self._measure())
-            case Publish(report):
+            case session.Publish(report):
                 self._send(report)
                 if highest_release(self._home) != self._release:  # after the report, or the order would come again
                     self._send(self._status(Presence.ONLINE))
-            case Acknowledge(ack):
+            case session.Acknowledge(ack):
                 self._outgoing.pop(ack.order_id, None)
-                self._outbox.acknowledge(ack, remember=MAX_ACKED)
+                self._outbox.acknowledge(ack, remember=session.MAX_ACKED)
                 level = logging.DEBUG if ack.accepted else logging.WARNING
                 self._say("report_acked", level, order=ack.order_id, accepted=ack.accepted, reason=ack.reason)
-            case Discard(order_id, reason):
+            case session.Discard(order_id, reason):
                 self._outgoing.pop(order_id, None)
                 self._outbox.discard(order_id)
                 self._say("order_discarded", logging.WARNING, order=order_id, reason=reason)
@@ -430,7 +409,7 @@ class Agent:
             except (ProtocolError, TransportError) as error:  # the latter: the broker does not let us fetch a model
                 report = self._report(order, failed(error), began)
             self._forget_models()
-            self._feed(WorkStopped(order.id) if report is None else WorkFinished(report))
+            self._feed(session.WorkStopped(order.id) if report is None else session.WorkFinished(report))
 
     def _refuse_work(self, order: Order, action: Action) -> Refusal | None:
         """Answer what needs neither a model nor a worker."""

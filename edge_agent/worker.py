@@ -157,7 +157,7 @@ class Worker:
             return Finished(refusal)
         with self._seeded(asked, order.seed):
             result = self.guarded(lambda: device_half(type(asked)).run(device, asked))
-        return self.finished(device, result)
+        return Finished(result, device.blobs, device.unpacked, device.untimed_s)
 
     def refusal(self, action: Action) -> Declined | None:
         """Why the worker refuses this, regardless of its samples; None: it does not."""
@@ -169,11 +169,6 @@ class Worker:
             text = f"step {action.STEP} tells {name} ({kind.words}) without noise, and this device has a privacy budget"
             return Declined(why=Why.BUDGET, reason=text)
         return None
-
-    @staticmethod
-    def finished(device: Device, result: Result) -> Finished:
-        """A result with what it refers to."""
-        return Finished(result, device.blobs, device.unpacked, device.untimed_s)
 
     def guarded(self, work: Callable[[], R]) -> R | Failed:
         """The result of the work, or `Failed` if the order or its blobs are unfit or a user's code raised anything.

@@ -7,12 +7,13 @@ works, and equal weights give equal bytes. Weights are stored in the file, since
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from export.branch import IR_VERSION, OPSET
+from export.branch import OPSET
+from export.graph import Graph
 from fedge.bundle import INPUT
 
 SHARES: Final = "p"
@@ -30,36 +31,22 @@ def gate_onnx(tensors: Mapping[str, NDArray[np.generic]], input_shape: tuple[int
     """
     import onnx
 
-    nodes: list[onnx.NodeProto] = []
-    constants = {name: np.asarray(tensor, np.float32) for name, tensor in tensors.items()}
-
-    def add(kind: str, *inputs: str, out: str = "", **attributes: Any) -> str:
-        name = out or f"t{len(nodes)}"
-        nodes.append(onnx.helper.make_node(kind, list(inputs), [name], name=f"{kind}:{name}", **attributes))
-        return name
-
+    graph = Graph()
+    for name, tensor in sorted(tensors.items()):
+        graph.hold(name, np.asarray(tensor, np.float32))
     h = INPUT
     if "conv1.weight" in tensors:
         for layer in ("conv1", "conv2"):
-            convolved = add("Conv", h, f"{layer}.weight", f"{layer}.bias", kernel_shape=(3, 3), pads=(1, 1, 1, 1))
-            h = add("MaxPool", add("Relu", convolved), kernel_shape=(2, 2), strides=(2, 2))
+            convolved = graph.op("Conv", h, f"{layer}.weight", f"{layer}.bias", kernel_shape=(3, 3), pads=(1, 1, 1, 1))
+            h = graph.op("MaxPool", graph.op("Relu", convolved), kernel_shape=(2, 2), strides=(2, 2))
         rows, columns = (extent // 2 // 2 for extent in input_shape[1:])
-        constants |= {"rows": pooling(rows, POOLED), "columns": pooling(columns, POOLED).T}
-        h = add("MatMul", add("MatMul", "rows", h), "columns")
-    hidden = add("Gemm", add("Flatten", h), "hidden.weight", "hidden.bias", transB=1)
-    scores = add("Gemm", add("Relu", hidden), "out.weight", transB=1)
-    add("Softmax", scores, axis=1, out=SHARES)
-    graph = onnx.helper.make_graph(
-        nodes,
-        "gate",
-        [onnx.helper.make_tensor_value_info(INPUT, onnx.TensorProto.FLOAT, ["n", *input_shape])],
-        [onnx.helper.make_tensor_value_info(SHARES, onnx.TensorProto.FLOAT, ["n", len(tensors["out.weight"])])],
-        [onnx.numpy_helper.from_array(np.ascontiguousarray(array), name) for name, array in sorted(constants.items())],
-    )
-    opset = [onnx.helper.make_opsetid("", OPSET)]
-    model = onnx.helper.make_model(graph, opset_imports=opset, ir_version=IR_VERSION, producer_name="fedge")
-    data: bytes = model.SerializeToString(deterministic=True)
-    return data
+        left = graph.op("MatMul", graph.hold("rows", pooling(rows, POOLED)), h)
+        h = graph.op("MatMul", left, graph.hold("columns", pooling(columns, POOLED).T))
+    hidden = graph.op("Gemm", graph.op("Flatten", h), "hidden.weight", "hidden.bias", transB=1)
+    scores = graph.op("Gemm", graph.op("Relu", hidden), "out.weight", transB=1)
+    graph.op("Softmax", scores, axis=1, out=SHARES)
+    n_experts = len(tensors["out.weight"])
+    return graph.serialise_with(input_shape, {SHARES: n_experts}, [onnx.helper.make_opsetid("", OPSET)])
 
 
 def pooling(n_in: int, n_out: int) -> NDArray[np.float32]:

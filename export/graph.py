@@ -83,7 +83,7 @@ def single(task: TaskSpec, candidate_part: bytes) -> bytes:
     model = branch(task)
     graph = Graph()
     graph.add_branch(model, "", 0, candidate_part)
-    return graph.serialise_with(task, {LOGITS: task.n_classes}, model.opset_import)
+    return graph.serialise_with(task.input_shape, {LOGITS: task.n_classes}, model.opset_import)
 
 
 class Graph:
@@ -125,6 +125,13 @@ class Graph:
             _point(held, index, place)
             self._initializers.append(held)
 
+    def hold(self, name: str, array: NDArray[np.generic]) -> str:
+        """Store an array in the graph; returns its name."""
+        import onnx
+
+        self._initializers.append(onnx.numpy_helper.from_array(np.ascontiguousarray(array), name))
+        return name
+
     def op(self, kind: str, *inputs: str, out: str = "", **attributes: Any) -> str:
         """Add a node with one output; returns its name."""
         (name,) = self.ops(kind, 1, *inputs, out=out, **attributes)
@@ -140,28 +147,24 @@ class Graph:
 
     def const(self, value: object) -> str:
         """A small constant inside the graph; equal ones are shared."""
-        import onnx
-
         array = np.array(value)
         name = f"const:{array.dtype}:{array.tolist()}"
-        if all(i.name != name for i in self._initializers):
-            self._initializers.append(onnx.numpy_helper.from_array(array, name))
-        return name
+        return name if any(i.name == name for i in self._initializers) else self.hold(name, array)
 
     def serialise(self, task: TaskSpec, n_candidates: int, opset: Any) -> bytes:
         """The bytes of a mixture's model; equal graphs give equal bytes."""
         sizes = (task.n_classes, n_candidates, n_candidates)
-        return self.serialise_with(task, dict(zip(OUTPUTS, sizes, strict=True)), opset)
+        return self.serialise_with(task.input_shape, dict(zip(OUTPUTS, sizes, strict=True)), opset)
 
-    def serialise_with(self, task: TaskSpec, outputs: Mapping[str, int], opset: Any) -> bytes:
-        """The model's bytes, with outputs (n, k) by name and k."""
+    def serialise_with(self, input_shape: tuple[int, ...], outputs: Mapping[str, int], opset: Any) -> bytes:
+        """The model's bytes, with input (n, *input_shape) and outputs (n, k) by name and k."""
         import onnx
 
         float32 = onnx.TensorProto.FLOAT
         proto = onnx.helper.make_graph(
             self._nodes,
             "fedge",
-            [onnx.helper.make_tensor_value_info(INPUT, float32, ["n", *task.input_shape])],
+            [onnx.helper.make_tensor_value_info(INPUT, float32, ["n", *input_shape])],
             [onnx.helper.make_tensor_value_info(name, float32, ["n", k]) for name, k in outputs.items()],
             self._initializers,
         )
