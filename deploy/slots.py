@@ -17,9 +17,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import fcntl
 import logging
-import os
 import shutil
 from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -36,6 +34,7 @@ from fedge.files import (
     BlobFolder,
     InUseError,
     copy_durably,
+    exclusive,
     make_folder,
     reading,
     require_utf8,
@@ -88,20 +87,16 @@ def owned(home: Path) -> Iterator[Slots]:
     """
     require_utf8(home)
     make_folder(home)
-    try:
-        handle = os.open(home, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # a lock file might be lost, or read-only
-    except OSError as error:
-        raise StoreError(f"cannot open {home}: {error}") from error
-    try:
+    with contextlib.ExitStack() as held:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            held.enter_context(exclusive(home))  # a lock file might be lost, or read-only
         except BlockingIOError:
             raise InUseError(
                 f"another process uses {home}: stop `fedge serve` or `fedge install` there first"
             ) from None
+        except OSError as error:
+            raise StoreError(f"cannot open {home}: {error}") from error
         yield Slots(home)
-    finally:
-        os.close(handle)
 
 
 def state_of(home: Path) -> State:

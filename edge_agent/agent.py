@@ -53,6 +53,7 @@ from fedge.messages import (
     encode,
     way_to,
 )
+from fedge.notify import ready
 from fedge.renewal import Renewal
 from fedge.sealed import speaker
 from fedge.step import (
@@ -296,6 +297,7 @@ class Agent:
 
     async def _on_connect(self) -> None:
         where = f"{self._broker.host}:{self._broker.port}"
+        ready()
         self._say("online", logging.DEBUG, broker=where, protocol=self._transport.protocol)
         self._send(self._status(Presence.ONLINE))
         self._send(self._measure())

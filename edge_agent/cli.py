@@ -19,7 +19,6 @@ from fedge.config import resolve, settings_options
 from fedge.egress import Rules, rules_of
 from fedge.errors import ConfigError
 from fedge.logs import bind
-from fedge.notify import ready
 from fedge.processor import Processor
 
 if TYPE_CHECKING:
@@ -55,7 +54,7 @@ def agent(config: Path | None, as_json: bool, **flags: object) -> int:
     rules = rules_of(settings.home, settings.egress, config)
     bind(federation=settings.federation, device=settings.id)
     try:
-        asyncio.run(_run(build(settings, rules, _ready_at_first(_observer(as_json)))))
+        asyncio.run(_run(build(settings, rules, _observer(as_json))))
     finally:
         click.echo("", nl=sys.stdout.isatty() and not as_json)
     return INTERRUPTED
@@ -114,17 +113,6 @@ def _look_at_samples(settings: AgentSettings, task: TaskSpec) -> tuple[int, str]
 async def _run(agent: Agent) -> None:
     on_signal(agent.stop, within_s=STOP_S)
     await agent.run()
-
-
-def _ready_at_first(observe: Callable[[str, dict[str, object]], None]) -> Callable[[str, dict[str, object]], None]:
-    """Also notify systemd once the broker has let us in."""
-
-    def observed(event: str, fields: dict[str, object]) -> None:
-        if event == "online":
-            ready()
-        observe(event, fields)
-
-    return observed
 
 
 def _observer(as_json: bool) -> Callable[[str, dict[str, object]], None]:

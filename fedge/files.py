@@ -358,13 +358,21 @@ def reading(folder: Path) -> AbstractContextManager[None]:
     return _flocked(folder, fcntl.LOCK_SH)
 
 
+def exclusive(folder: Path) -> AbstractContextManager[None]:
+    """Context in which nobody else uses a folder; entering raises BlockingIOError if somebody does, or is `reading` it.
+
+    Nothing is written for that, and the kernel ends it however the process ends.
+    """
+    return _flocked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
 def remove_unread(folder: Path) -> None:
     """Remove a folder; it vanishes at once for readers, even if we are killed meanwhile.
 
     Raises:
         OSError: somebody is `reading` it (BlockingIOError), or the disk is broken.
     """
-    with _flocked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB):
+    with exclusive(folder):
         old = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".replaced-"))
         folder.rename(old / "bundle")
     shutil.rmtree(old, ignore_errors=True)

@@ -8,8 +8,6 @@ P shapes the gradient of what is shared, so it learns from the same samples, D_L
 
 from __future__ import annotations
 
-from typing import Self
-
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -19,37 +17,28 @@ from edge_agent.device import Device
 from edge_agent.steps import train
 from fedge import codec, models
 from fedge.messages import Codec
-from fedge.models.training import Trainer, tensor
+from fedge.models.training import Loss, Trainer, tensor
 from fedge.step import Result
 from fedge.steps.train_dbe import OFFSET, TrainDbe
 from fedge.tensors import HEAD, Floats, Layout, Model, TensorInfo, Tensors, overlaid, unflatten
 
 
-class MeanRegularised:
-    """Cross-entropy of Hd(f + P) + kappa mean_d[(r_d - g_d)^2 / 2], r the batch's mean of f.
+def mean_regularised(head: nn.Linear, offset: Tensor, goal: Tensor, *, kappa: float) -> Loss:
+    """Cross-entropy of Hd(f + P) + kappa mean_d[(r_d - g_d)^2 / 2], r the batch's mean of f. `offset`: P; `goal`: g."""
 
-    Context manager: inside it, the head adds P to the features.
-    """
+    def loss(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        seen: list[Tensor] = []
 
-    def __init__(self, head: nn.Linear, offset: Tensor, goal: Tensor, *, kappa: float) -> None:
-        self._head, self._offset, self._goal, self._kappa = head, offset, goal, kappa
+        def shifted(_: nn.Module, inputs: tuple[Tensor], _output: Tensor) -> Tensor:
+            seen.append(inputs[0])
+            return functional.linear(inputs[0] + offset, head.weight, head.bias)
 
-    def __enter__(self) -> Self:
-        self._hook = self._head.register_forward_pre_hook(self._add)
-        return self
+        with models.listening([head], shifted):
+            logits = module(x)
+        away = seen[-1].mean(dim=0) - goal
+        return functional.cross_entropy(logits, y) + kappa * (0.5 * away**2).mean()
 
-    def __exit__(self, *error: object) -> None:
-        self._hook.remove()
-
-    def _add(self, _: nn.Module, inputs: tuple[Tensor]) -> Tensor:
-        (self._features,) = inputs
-        return self._features + self._offset
-
-    def __call__(self, module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        """The loss of a batch."""
-        logits = module(x)
-        away = self._features.mean(dim=0) - self._goal
-        return functional.cross_entropy(logits, y) + self._kappa * (0.5 * away**2).mean()
+    return loss
 
 
 def run(device: Device, action: TrainDbe) -> Result:
@@ -85,10 +74,10 @@ def learn(device: Device, action: TrainDbe, start: Model, mine: Tensors | None, 
     offset.requires_grad_().register_post_accumulate_grad_hook(move)  # type: ignore[no-untyped-call]
     g = tensor(goal, network.processor)
     head = models.head_of(network.module, network.layout)
-    with MeanRegularised(head, offset, g, kappa=action.kappa) as loss:
-        Trainer(network, *device.data.shared, sgd, device.rng(), loss=loss).run(
-            sgd.steps_for(device.data.n_shared), device.stop
-        )
+    trainer = Trainer(
+        network, *device.data.shared, sgd, device.rng(), loss=mean_regularised(head, offset, g, kappa=action.kappa)
+    )
+    trainer.run(sgd.steps_for(device.data.n_shared), device.stop)
     return network.dump(), {OFFSET: offset.detach().cpu().numpy()}
 
 

@@ -118,13 +118,16 @@ def partition(
         _require_blocks(units, owners, n_devices)
     else:
         weights = partitioners.relative_sizes(n_devices, sizes, size_spread, rng)
+        own_classes = False
         if how == "shards":
-            dealt = partitioners.shards(units, n_devices, shards, iid_share, rng, milder, least=min_samples)
+            dealt = partitioners.shards(units, n_devices, shards, iid_share, rng)
         elif how == "iid":
-            dealt = partitioners.evenly(units, weights, rng, milder, least=min_samples)
+            dealt = partitioners.evenly(units, weights, rng)
         else:
             portions = _portions(group_of, weights, pool.spec.n_classes, groups)
+            own_classes = bool((portions == 0).any())
             dealt = partitioners.by_label(units, portions, group_of, weights, alpha, rng, milder, least=min_samples)
+        dealt = partitioners.filled_up(units, dealt, group_of, rng, milder, own_classes=own_classes, least=min_samples)
         owners = dealt[units.of_sample]
     turns = group_of if groups == "rotation" else np.zeros_like(group_of)
     dealt_out = [pool.take(np.flatnonzero(owners == device)) for device in range(n_devices)]

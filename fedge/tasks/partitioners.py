@@ -95,8 +95,8 @@ def by_label(
         least: minimum number of samples per device.
 
     Returns:
-        (U,) device of each unit. A draw that leaves a device below `least` is repeated; after 100 draws, units are
-        moved from the largest device. Both change the skew and are logged.
+        (U,) device of each unit. A draw that leaves a device below `least` is repeated, up to 100 times, which changes
+        the skew and is logged; the last one may need to be `filled_up`.
     """
 
     def draw() -> Ints:
@@ -119,35 +119,19 @@ def by_label(
         ):
             if number > 1:
                 log.warning("event=partition_redrawn draws=%d min_samples=%d %s", number, least, _MILDER)
-            return owners
-    return filled_up(units, owners, group_of, rng, milder, own_classes=bool((portions == 0).any()), least=least)
+            break
+    return owners
 
 
-def evenly(
-    units: Units,
-    weights: Floats,
-    rng: np.random.Generator,
-    milder: Milder | None = None,
-    *,
-    least: int = MIN_SAMPLES,
-) -> Ints:
+def evenly(units: Units, weights: Floats, rng: np.random.Generator) -> Ints:
     """No label skew: a random order of all units, cut in proportion to the weights (N,)."""
     owners = np.empty(len(units.y), dtype=np.int64)
     for device, own in enumerate(_cut(rng.permutation(len(units.y)), weights / weights.sum())):
         owners[own] = device
-    return filled_up(units, owners, np.zeros(len(weights), np.int64), rng, milder, least=least)
+    return owners
 
 
-def shards(
-    units: Units,
-    n_devices: int,
-    per_device: int,
-    iid_share: float,
-    rng: np.random.Generator,
-    milder: Milder | None = None,
-    *,
-    least: int = MIN_SAMPLES,
-) -> Ints:
+def shards(units: Units, n_devices: int, per_device: int, iid_share: float, rng: np.random.Generator) -> Ints:
     """Pathological skew: units sorted by label and cut into equal shards, `per_device` for each device.
 
     `iid_share` of the units, drawn at random, are first dealt evenly: PM-MoE's S = 0 and S = 20 %.
@@ -170,7 +154,7 @@ def shards(
     of_shard = rng.permutation(np.repeat(np.arange(n_devices), per_device))
     for device, own in zip(of_shard, np.array_split(in_order, len(of_shard)), strict=True):
         owners[own] = device
-    return filled_up(units, owners, np.zeros(n_devices, np.int64), rng, milder, least=least)
+    return owners
 
 
 def by_user(user: Ints, n_devices: int, rng: np.random.Generator, *, least: int = MIN_SAMPLES) -> Ints:

@@ -40,7 +40,7 @@ def test_the_loss_as_the_paper_writes_it() -> None:
     network = Network(TASK)
     network.load(INITIAL)
     offset, goal = torch.tensor(P), torch.tensor(GOAL)
-    loss = train_dbe.MeanRegularised(models.head_of(network.module, network.layout), offset, goal, kappa=2.5)
+    loss = train_dbe.mean_regularised(models.head_of(network.module, network.layout), offset, goal, kappa=2.5)
     tensors = part_of(INITIAL, HEAD)
     for batch in (slice(0, 8), slice(8, 16)):
         x, y = SHARED[0][batch], SHARED[1][batch]
@@ -48,8 +48,7 @@ def test_the_loss_as_the_paper_writes_it() -> None:
         logits = (f + P) @ tensors[WEIGHT].T.astype(float) + tensors[BIAS]
         cross_entropy = -(logits - np.log(np.exp(logits).sum(axis=1, keepdims=True)))[np.arange(8), y].mean()
         expected = cross_entropy + 2.5 * (0.5 * (f.mean(axis=0) - GOAL) ** 2).mean()
-        with loss:
-            found = loss(network.module, torch.from_numpy(x), torch.from_numpy(y))
+        found = loss(network.module, torch.from_numpy(x), torch.from_numpy(y))
         assert found.item() == pytest.approx(expected, abs=1e-5)
 
 
@@ -66,8 +65,8 @@ def test_the_gradient_flows_through_the_batchs_mean() -> None:
             return self.head(x)
 
     module, y = Features(), torch.tensor([0, 1, 2, 0])
-    with train_dbe.MeanRegularised(module.head, torch.zeros(D), torch.tensor(GOAL), kappa=8e3) as loss:
-        loss(module, f, y).backward()
+    loss = train_dbe.mean_regularised(module.head, torch.zeros(D), torch.tensor(GOAL), kappa=8e3)
+    loss(module, f, y).backward()
     expected = 8e3 * (f.detach().mean(dim=0) - torch.tensor(GOAL)) / (D * 4)
     assert f.grad is not None
     torch.testing.assert_close(f.grad, expected.expand(4, D), atol=0.5, rtol=1e-2)

@@ -1,6 +1,7 @@
 """Worked deals of a few samples, and properties of all of them."""
 
 import logging
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from fedge.errors import ConfigError
 from fedge.tasks.partitioners import (
     MIN_SAMPLES,
+    Ints,
     Units,
     by_label,
     by_user,
@@ -62,18 +64,23 @@ def test_every_deal_gives_each_unit_to_a_device_and_each_device_enough(
     y = rng(seed).integers(0, 4, n)
     units = units_of(y, np.arange(n) // block)
     weights = relative_sizes(n_devices, sizes, 1.0, rng(seed))
-    whole = np.ones((1, 4))
+    whole, one_group = np.ones((1, 4)), np.zeros(n_devices, np.int64)
+
+    def filled(deal: Callable[[np.random.Generator], Ints]) -> Ints:
+        r = rng(seed)
+        return filled_up(units, deal(r), one_group, r, least=least)
+
     for deal in (
-        lambda r: evenly(units, weights, r, least=least),
-        lambda r: shards(units, n_devices, 2, 0.2, r, least=least),
-        lambda r: by_label(units, whole, np.zeros(n_devices, np.int64), weights, 0.3, r, least=least),
+        lambda r: evenly(units, weights, r),
+        lambda r: shards(units, n_devices, 2, 0.2, r),
+        lambda r: by_label(units, whole, one_group, weights, 0.3, r, least=least),
     ):
-        owners = deal(rng(seed))
+        owners = filled(deal)
         assert owners.shape == units.y.shape
         assert set(owners.tolist()) == set(range(n_devices))
         assert np.bincount(owners, weights=units.size).min() >= least
         assert np.bincount(owners).min() >= 3
-        np.testing.assert_array_equal(owners, deal(rng(seed)))
+        np.testing.assert_array_equal(owners, filled(deal))
 
 
 def test_sizes_follow_the_weights() -> None:
@@ -141,7 +148,9 @@ def test_each_device_has_blocks_for_its_three_parts() -> None:
     before = np.repeat([0, 1], [8, 2])
     after = filled_up(units, before, np.zeros(2, np.int64), rng())
     assert np.bincount(after).tolist() == [7, 3]
-    owners = by_label(units, np.ones((1, 1)), np.zeros(3, np.int64), np.ones(3), 0.1, rng(), least=4)
+    r, one_group = rng(), np.zeros(3, np.int64)
+    dealt = by_label(units, np.ones((1, 1)), one_group, np.ones(3), 0.1, r, least=4)
+    owners = filled_up(units, dealt, one_group, r, least=4)
     assert np.bincount(owners).min() == 3
     with pytest.raises(ConfigError, match="100 samples in 10 blocks are too few for 4 devices"):
         filled_up(units, np.repeat([0, 1, 2, 3], [4, 2, 2, 2]), np.zeros(4, np.int64), rng())
