@@ -264,7 +264,9 @@ class Slots:
         """Make the bundle on trial the good one."""
         if self.state.trial is not None:
             self._save(replace(self.state, good=self.state.running, trial=None))
-            self._sweep()
+            for left in (self._home / "parts").glob("*"):  # the slots have their own files
+                with contextlib.suppress(OSError):
+                    left.unlink()
 
     def mend(self) -> None:
         """Check that both slots are intact and share no bytes, unless one is on trial; replace damaged files.
@@ -410,12 +412,6 @@ class Slots:
                 raise
             log.error("event=state_not_kept reason=%r", str(error))  # noqa: TRY400 - the text is all
         self.state = state
-
-    def _sweep(self) -> None:
-        """Empty the store: the slots have their own files, the rest belongs to abandoned transfers."""
-        for left in (self._home / "parts").glob("*"):
-            with contextlib.suppress(OSError):
-                left.unlink()
 
 
 def _remembered(refused: dict[str, str], digest: str, reason: str) -> dict[str, str]:

@@ -125,16 +125,13 @@ def take(kit: Kit, identity: Path) -> None:
     if (identity / CERTIFICATE).exists():
         _refuse_other(kit, certificate, identity)
     key = kit.key.encode() if kit.key is not None else None
-    if key is None and _public_key_in(identity) != certificate.public_key():
+    there = (identity / KEY).exists()
+    if key is None and not (there and load_key(identity / KEY).public_key() == certificate.public_key()):
         raise ConfigError(f"it answers the request of a key that is not in {identity}: enrol where that was made")
     write_atomically(identity / CA, kit.ca.encode())
     if key is not None:
         write_atomically(identity / KEY, key)
     write_atomically(identity / CERTIFICATE, kit.certificate.encode())
-
-
-def _public_key_in(identity: Path) -> object:
-    return load_key(identity / KEY).public_key() if (identity / KEY).exists() else None
 
 
 def _refuse_other(kit: Kit, certificate: x509.Certificate, identity: Path) -> None:

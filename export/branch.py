@@ -211,10 +211,11 @@ def _named(model: onnx.ModelProto, tensors: dict[str, np.ndarray]) -> onnx.Model
     changed = [name for name, value in used.items() if not np.array_equal(value, tensors[name])]
     if changed:
         raise ValueError(f"the exporter folded {changed}")
+    shape = [dim.dim_value for dim in model.graph.input[0].type.tensor_type.shape.dim[1:]]
     clean = onnx.helper.make_graph(
         [_stripped(node) for node in model.graph.node],
         "branch",
-        [onnx.helper.make_tensor_value_info(INPUT, onnx.TensorProto.FLOAT, ["n", *_input_shape(model)])],
+        [onnx.helper.make_tensor_value_info(INPUT, onnx.TensorProto.FLOAT, ["n", *shape])],
         [onnx.helper.make_tensor_value_info(LOGITS, onnx.TensorProto.FLOAT, None)],
         [
             _weight(i) if i.name in tensors else numpy_helper.from_array(numpy_helper.to_array(i), i.name)
@@ -230,19 +231,12 @@ def _stripped(node: onnx.NodeProto) -> onnx.NodeProto:
     node.ClearField("metadata_props")
     node.ClearField("doc_string")
     for attribute in node.attribute:
-        for graph in (
-            (attribute.g, *attribute.graphs)
-            if attribute.type in {onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS}
-            else ()
-        ):
-            graph.ClearField("value_info")
-            for inner in graph.node:
-                _stripped(inner)
+        if attribute.type in {onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS}:
+            for graph in (attribute.g, *attribute.graphs):
+                graph.ClearField("value_info")
+                for inner in graph.node:
+                    _stripped(inner)
     return node
-
-
-def _input_shape(model: onnx.ModelProto) -> list[int]:
-    return [dim.dim_value for dim in model.graph.input[0].type.tensor_type.shape.dim[1:]]
 
 
 def _weight(initializer: onnx.TensorProto) -> onnx.TensorProto:

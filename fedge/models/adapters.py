@@ -131,7 +131,7 @@ def adapt(module: nn.Module, task: TaskSpec) -> None:
     selector = tuple(p for p in patterns if p.partition(":")[0] != LORA)
     head = models.head_name(module, task)
     layout = models.layout_of(module, head)
-    chosen = {_layer_of(info.name) for info in layout.select(selector).tensors} if selector else set()
+    chosen = {info.name.rpartition(".")[0] for info in layout.select(selector).tensors} if selector else set()
     if not selector and not rank:
         raise ConfigError("--adapt names nothing: say lora, head, or other layers")
     for number, (name, layer) in enumerate(list(module.named_modules())):
@@ -152,10 +152,6 @@ def _rank(pattern: str) -> int:
     if not number.isdecimal() or int(number) < 1:
         raise ConfigError(f"--adapt {pattern}: the rank is a whole number from 1 on, as in lora:4")
     return int(number)
-
-
-def _layer_of(tensor: str) -> str:
-    return tensor.rpartition(".")[0]
 
 
 def _freeze(layer: nn.Module) -> None:

@@ -53,11 +53,7 @@ def features(windows: NDArray[Any]) -> NDArray[np.float32]:
     x = windows.astype(np.float64)
     spectrum = np.abs(np.fft.rfft(x, axis=2)) ** 2 * (2 / N_READINGS**2)  # Parseval: the bins sum to the variance
     energies = np.stack([spectrum[:, :, first:end].sum(axis=2) for first, end in BANDS], axis=2)
-    moments = [x.mean(axis=2), x.std(axis=2), x.min(axis=2), x.max(axis=2), _roughness(x)]
+    roughness = np.sqrt((np.diff(x, axis=2) ** 2).mean(axis=2))
+    moments = [x.mean(axis=2), x.std(axis=2), x.min(axis=2), x.max(axis=2), roughness]
     found = np.concatenate([np.stack(moments, axis=2), (3 + np.log10(energies + SILENCE)) / 2], axis=2)
     return found.reshape(len(x), -1).astype(np.float32)
-
-
-def _roughness(x: NDArray[np.float64]) -> NDArray[np.float64]:
-    roughness: NDArray[np.float64] = np.sqrt((np.diff(x, axis=2) ** 2).mean(axis=2))
-    return roughness

@@ -99,7 +99,7 @@ def partition(
         raise ConfigError(
             f"a partition needs devices >= 1, alpha > 0, sensitive in [0, 1] and {FEWEST} samples a device or more"
         )
-    most = _most_groups(pool, groups, n_devices)
+    most = {"rotation": 4, "labels": pool.spec.n_classes, "codes": n_devices}[groups]
     if how == "groups" and not 1 <= n_groups <= most:
         raise ConfigError(f"{n_devices} devices can be in 1 to {most} groups by {groups}, not in {n_groups}")
     if shards < 1 or not 0 <= iid_share <= 1 or not 0 <= size_spread <= MOST_SPREAD:
@@ -201,10 +201,6 @@ def _require_blocks(units: Units, owners: Ints, n_devices: int) -> None:
         raise ConfigError(
             f"a person's samples are in {fewest} blocks, a device needs {FEWEST_BLOCKS}: use more samples"
         )
-
-
-def _most_groups(pool: Pool, groups: Groups, n_devices: int) -> int:
-    return {"rotation": 4, "labels": pool.spec.n_classes, "codes": n_devices}[groups]
 
 
 def _portions(group_of: Ints, weights: NDArray[np.float64], n_classes: int, groups: Groups) -> NDArray[np.float64]:
