@@ -40,10 +40,10 @@ class Share:
     sensitive: NDArray[np.bool_]
     x_val: NDArray[Any]
     y_val: NDArray[np.int64]
+    sensitive_val: NDArray[np.bool_]
     x_test: NDArray[Any]
     y_test: NDArray[np.int64]
     group: int
-    sensitive_val: NDArray[np.bool_] | None = None
 
 
 def partition(
@@ -187,9 +187,7 @@ def write_share(share: Share, path: Path) -> None:
     y = np.concatenate([share.y_train, share.y_val, share.y_test])
     parts = (TRAIN, VALIDATION, TEST)
     split = np.repeat(np.array(parts), [len(share.y_train), len(share.y_val), len(share.y_test)])
-    marks = np.zeros(len(y), dtype=np.bool_)
-    own = share.sensitive if share.sensitive_val is None else np.concatenate([share.sensitive, share.sensitive_val])
-    marks[: len(own)] = own
+    marks = np.concatenate([share.sensitive, share.sensitive_val, np.zeros(len(share.y_test), np.bool_)])
     path.parent.mkdir(parents=True, exist_ok=True)
     np.savez(path, x=x, y=y, split=split, sensitive=marks)
 
