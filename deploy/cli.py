@@ -68,7 +68,7 @@ class InferSettings(Struct, frozen=True, kw_only=True):
     provider_options: ProviderOptions = ""
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command()
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.argument("inputs", nargs=-1, required=True, metavar="INPUT...", type=click.Path(path_type=Path))
 @settings_options(InferSettings, "infer")

@@ -95,7 +95,7 @@ class ServeSettings(Credentials, frozen=True, kw_only=True):
     ] = 30
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command()
 @click.argument("folders", nargs=-1, metavar="[FOLDER|NAME=FOLDER]...")
 @settings_options(ServeSettings, "serve")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per event on standard output.")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("fedge.agent")
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command()
 @settings_options(AgentSettings, "agent")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per event on standard output.")
 def agent(config: Path | None, as_json: bool, **flags: object) -> int:

@@ -28,7 +28,7 @@ CONFIG: Final = "agent.toml"
 TASK: Final = "task.json"
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command()
 @click.argument("kit", type=click.Path(path_type=Path), required=False)
 @click.option(
     "--request", "device_id", metavar="ID", help="Make a key here, and ID.csr for `fedge provision device --request`."

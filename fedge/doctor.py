@@ -76,7 +76,7 @@ class DoctorSettings(Credentials, frozen=True, kw_only=True):
     home: Annotated[Path, Meta(description="Folder of the agent, the coordinator or the runtime.")] | None = None
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command()
 @settings_options(DoctorSettings, "doctor")
 @click.option("--json", "as_json", is_flag=True, help="The findings as JSON.")
 def doctor(config: Path | None, as_json: bool, **flags: object) -> int:

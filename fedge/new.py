@@ -24,7 +24,7 @@ SAMPLES: Final = 120
 """Of each device."""
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command()
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="The files, as JSON.")
 def new(folder: Path, *, as_json: bool) -> None:
