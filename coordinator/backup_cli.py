@@ -158,8 +158,8 @@ _folder = click.argument("folder", type=click.Path(path_type=Path))
 def backup(folder: Path, home: Path, store: str | None, as_json: bool) -> int:
     """Copy a coordinator's home to FOLDER, consistently, while it runs or after it has stopped.
 
-    FOLDER has the tables as one file, also where they are on a server, and the tensors, also where they are in a
-    bucket; no keys, no certificates.
+    FOLDER gets the tables as one file and the tensors, even if they are on a server or in a bucket, but no keys and no
+    certificates.
 
     \b
     Examples:
@@ -167,8 +167,8 @@ def backup(folder: Path, home: Path, store: str | None, as_json: bool) -> int:
       fedge backup backups/monday --home shop --store postgresql://fedge@db/fedge
 
     \b
-    Exit codes: 0 done, 2 no coordinator's folder or FOLDER is there already, 4 the store cannot be read or the copy not
-    be written, or a tensor is damaged.
+    Exit codes: 0 done, 2 no coordinator's folder or FOLDER is there already, 4 the store cannot be read or the copy
+    cannot be written, or a tensor is damaged.
     """  # noqa: D301 - click wants the backspace character itself
     return _tell("backed_up", back_up(home, store, folder), home, folder, folder, as_json)
 
@@ -180,10 +180,10 @@ def backup(folder: Path, home: Path, store: str | None, as_json: bool) -> int:
 @click.option("--blobs", help="s3://BUCKET/FOLDER to have the tensors there; without: HOME/blobs.")
 @JSON
 def restore(folder: Path, home: Path, store: str | None, blobs: str | None, as_json: bool) -> int:
-    """Make a coordinator's home of a backup in FOLDER.
+    """Make a coordinator's home from a backup in FOLDER.
 
-    Start `fedge coordinator` with it as before, once the old coordinator has ended for good: it goes on with the round
-    that was under way when the backup was made. What devices have answered since then they are asked again.
+    Start `fedge coordinator` with it as before, once the old coordinator has ended for good. It continues with the
+    round that was under way when the backup was made. What devices have answered since then, they are asked again.
 
     \b
     Examples:
@@ -192,7 +192,7 @@ def restore(folder: Path, home: Path, store: str | None, blobs: str | None, as_j
 
     \b
     Exit codes: 0 done, 2 no backup, or HOME or the federation's schema is there already, 4 the backup cannot be read or
-    the home not be written, a newer fedge made it, or a tensor is damaged.
+    the home cannot be written, a newer fedge made it, or a tensor is damaged.
     """  # noqa: D301
     return _tell("restored", restore_to(folder, home, store, blobs), folder, home, home, as_json)
 

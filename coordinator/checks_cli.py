@@ -47,7 +47,7 @@ class CheckSettings(Struct, frozen=True, kw_only=True):
 def check(
     config: Path | None, options: tuple[str, ...], devices: tuple[Path, ...], as_json: bool, **flags: object
 ) -> int:
-    """Tell what would not work with a task and a network, before anything is started.
+    """Find out what would not work with a task and a network, before anything is started.
 
     Builds the network, gives it inputs of the task's shape, exports it as devices do, and says how much memory a device
     needs to train it. `simulate` and `coordinator` do the same before they begin. With --data it also reads samples and

@@ -49,10 +49,10 @@ NO_BUNDLES: Final = 6
 @method_options
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per event on standard output.")
 def coordinator(config: Path | None, options: tuple[str, ...], as_json: bool, **flags: object) -> int:
-    """Run a federation to its end, from where it is.
+    """Run a federation to its end, or continue it.
 
-    Killed at any moment and started again with the same --home it goes on where it was. It describes the task in
-    HOME/task.json, for devices that cannot know it from their own data; samples that --data names are not trained on.
+    You may kill it at any time: started again with the same --home, it continues where it was. It writes the task to
+    HOME/task.json, for devices that cannot tell it from their own data. It does not train on the samples of --data.
 
     \b
     Examples:
@@ -218,10 +218,9 @@ class StatusSettings(Credentials, frozen=True, kw_only=True):
 @settings_options(StatusSettings, "status")
 @click.option("--json", "as_json", is_flag=True, help="All there is, as JSON.")
 def status(config: Path | None, as_json: bool, **flags: object) -> int:
-    """Tell how a federation stands: rounds, devices, accuracy, traffic, what was refused.
+    """Show how a federation is doing: rounds, devices, accuracy, traffic, refusals.
 
-    With --home it reads what the coordinator wrote last, and says how long ago that was; the coordinator may be running
-    or not.
+    With --home it shows what the coordinator wrote last, and how long ago; the coordinator need not be running.
 
     \b
     Examples:

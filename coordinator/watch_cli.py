@@ -92,7 +92,7 @@ def ago(at: float | None) -> str:
 @STORE
 @JSON
 def devices(home: Path, store: str | None, as_json: bool) -> int:
-    """List the devices of a federation: state, last heard, bundle, accuracy, outliers, and why not.
+    """List the devices of a federation: state, last message, bundle, accuracy, outliers, and why it takes no part.
 
     \b
     Examples:
@@ -157,7 +157,7 @@ def _clock(at: float) -> str:
 @STORE
 @JSON
 def why(device: str, round_: int | None, home: Path, store: str | None, as_json: bool) -> int:
-    """Tell why a device is as it is, and what became of it in a round.
+    """Explain the state of a device, and what it did in a round.
 
     \b
     Examples:
@@ -186,7 +186,7 @@ def why(device: str, round_: int | None, home: Path, store: str | None, as_json:
 def events(
     home: Path, store: str | None, as_json: bool, follow: bool, device: str | None, round_: int | None, last: int
 ) -> int:
-    """Tell what has happened, the oldest first.
+    """List what has happened, oldest first.
 
     \b
     Examples:
@@ -238,13 +238,13 @@ def _asks(name: str, about: str, arguments: str = "") -> click.Command:
 
 retire = _asks(
     "retire",
-    "Let a device go: from the next round on it gets no more orders. Its bundle goes on answering; `fedge provision "
+    "Retire a device: from the next round on it gets no more orders. Its bundle goes on answering; `fedge provision "
     "revoke` locks it out.",
     " cam7",
 )
 readmit = _asks("readmit", "Give a retired device orders again, from the next round on.", " cam7")
-pause = _asks("pause", "Let no further round begin; the one under way ends.")
-resume = _asks("resume", "Let the rounds go on.")
+pause = _asks("pause", "Begin no further round; the present one is finished.")
+resume = _asks("resume", "Begin rounds again.")
 
 
 class UiSettings(Struct, frozen=True, kw_only=True):
@@ -288,11 +288,11 @@ class UiSettings(Struct, frozen=True, kw_only=True):
 @settings_options(UiSettings, "ui")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object with the address on standard output.")
 def ui(config: Path | None, as_json: bool, **flags: object) -> int:
-    """Show a federation in a browser, live: devices, clusters, rounds, accuracy, rollouts, events; and act on it.
+    """Show a federation in a browser, live: devices, clusters, rounds, accuracy, rollouts, events; and control it.
 
-    The coordinator may be running or not. On this machine everybody may look; who acts, and from other machines who
-    looks, logs in with the token of HOME/ui-token. /metrics is for Prometheus. A rollout is started from the page by
-    `fedge rollout start` with section [rollout] of --config; it goes on when the page ends.
+    The coordinator need not be running. On this machine everybody may look. To change anything, or to look from another
+    machine, log in with the token in HOME/ui-token. /metrics is for Prometheus. The page starts a rollout by `fedge
+    rollout start` with section [rollout] of --config; the rollout continues when the page ends.
 
     \b
     Examples:

@@ -80,11 +80,11 @@ class DoctorSettings(Credentials, frozen=True, kw_only=True):
 @settings_options(DoctorSettings, "doctor")
 @click.option("--json", "as_json", is_flag=True, help="The findings as JSON.")
 def doctor(config: Path | None, as_json: bool, **flags: object) -> int:
-    """Tell what is wrong on this machine, and what to do.
+    """Find out what is wrong on this machine, and what to do.
 
-    Looks at versions, clock, memory, torch, ONNX Runtime, disk, certificates and broker, and compares clock and version
-    with the coordinator's. Nothing is changed, and an agent that runs is not disturbed. What could not be looked at
-    reads "skipped", with what was not given.
+    Checks versions, clock, memory, torch, ONNX Runtime, disk, certificates and broker, and compares clock and version
+    with the coordinator's. It changes nothing, and does not disturb a running agent. What it could not check reads
+    "skipped", with the setting that is missing.
 
     \b
     Examples:

@@ -28,9 +28,9 @@ SAMPLES: Final = 120
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="The files, as JSON.")
 def new(folder: Path, *, as_json: bool) -> None:
-    """Make a small project of your own: a task, its network, settings, a test and samples to begin with.
+    """Create a small project of your own: a task, its network, settings, a test and samples to begin with.
 
-    FOLDER is new, and its name is that of the project: letters, digits and dashes. README.md in it has the commands.
+    FOLDER must be new; its name is that of the project: letters, digits and dashes. README.md in it has the commands.
 
     \b
     Examples:
@@ -38,7 +38,7 @@ def new(folder: Path, *, as_json: bool) -> None:
       fedge new ~/projects/press-states --json
 
     \b
-    Exit codes: 0 done, 2 a name that cannot be, or a folder that is not empty, 4 a file cannot be written.
+    Exit codes: 0 done, 2 an impossible name, or a folder that is not empty, 4 a file cannot be written.
     """  # noqa: D301 - click wants the backspace character itself
     name = folder.absolute().name
     module = name.replace("-", "_")

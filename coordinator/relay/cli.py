@@ -46,11 +46,11 @@ class RelaySettings(Credentials, frozen=True, kw_only=True):
 @settings_options(RelaySettings, "relay")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per event on standard output.")
 def relay(config: Path | None, as_json: bool, **flags: object) -> int:
-    """Stand for the devices of a site, until Ctrl-C or SIGTERM.
+    """Represent the devices of a site, until Ctrl-C or SIGTERM.
 
-    To the coordinator above the devices of the site are devices like others. What it asks of them travels as one order,
-    models come down once, and updates are summed on the site. Killed at any moment and started again with the same
-    --home it goes on where it was. docs/scale.md says which methods can have relays.
+    The coordinator above treats the site's devices like all others. It sends one order for all of them and each model
+    once; the relay answers with the sum of their updates. You may kill it at any time: started again with the same
+    --home, it continues where it was. docs/scale.md says which methods work with relays.
 
     \b
     Examples:

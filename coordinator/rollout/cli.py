@@ -36,11 +36,12 @@ class RolloutSettings(Credentials, frozen=True, kw_only=True):
 
     broker: Annotated[str, Meta(description="MQTT broker, HOST:PORT.")]
     federation: Annotated[Name, Meta(description="Name of the federation.")]
-    stages: Annotated[str, Meta(description="Shares of the fleet, with commas, ascending up to 1.")] = "0.1,0.5,1"
-    canary: Annotated[str, Meta(description="Devices that go first, with commas; otherwise the first share does.")] = ""
-    soak_s: Annotated[float, Meta(ge=0, description="How long a stage must be well.", extra={"unit": "s"})] = 60.0
+    stages: Annotated[str, Meta(description="Shares of the fleet, comma-separated, ascending up to 1.")] = "0.1,0.5,1"
+    canary: Annotated[str, Meta(description="Devices that go first, comma-separated; default: the first share.")] = ""
+    soak_s: Annotated[float, Meta(ge=0, description="How long a stage must go well.", extra={"unit": "s"})] = 60.0
     absent_s: Annotated[
-        float, Meta(ge=0, description="Silence after which a device is not waited for.", extra={"unit": "s"})
+        float,
+        Meta(ge=0, description="Time without a message, after which nobody waits for a device.", extra={"unit": "s"}),
     ] = 600.0
     max_failures: Annotated[
         float, Meta(ge=0, le=1, description="Share of a stage's devices that may fail; none in the first stage.")
@@ -50,10 +51,10 @@ class RolloutSettings(Credentials, frozen=True, kw_only=True):
 
 @click.group()
 def rollout() -> None:
-    """Bring a release to a fleet, stage by stage, and stop by itself when the devices do worse.
+    """Bring a release to a fleet, stage by stage; it stops by itself if the devices do worse.
 
-    REPO is a repository of `fedge release`; the state of its rollout is in REPO/rollout. Each device examines the
-    bundle on its own samples before the switch, and goes back by itself.
+    REPO is a repository of `fedge release`; the state of its rollout is in REPO/rollout. Each device tests the bundle
+    on its own samples before it switches, and reverts by itself.
 
     \b
     Examples:
@@ -75,11 +76,11 @@ def rollout() -> None:
 @STORE
 @_json
 def make(repo: Path, home: Path, store: str | None, *, as_json: bool) -> None:
-    """Release what a federation has learned, for all devices: its shared model, as a signed bundle of the next number.
+    """Release a federation's shared model for all devices, as a signed bundle with the next number.
 
-    The number is above all releases of REPO and all bundles that the devices have told of. The coordinator may be
-    running. It is the model for any device: what devices keep to themselves, and how much which expert counts where, is
-    in the bundles that they make at the end of a run. Needs the keys of targets, snapshot and timestamp.
+    The number is higher than those of all releases in REPO and of all bundles that devices have reported. The
+    coordinator may be running. Personal layers and the weights of experts are not part of this model: they are in the
+    bundles that the devices make at the end of a run. Needs the keys of targets, snapshot and timestamp.
 
     \b
     Examples:
@@ -87,7 +88,7 @@ def make(repo: Path, home: Path, store: str | None, *, as_json: bool) -> None:
 
     \b
     Exit codes: 0 done, 2 no repository, no coordinator's folder, nothing learned together yet or a key is missing, 4
-    the store cannot be read or the release not be written.
+    the store cannot be read or the release cannot be written.
     """  # noqa: D301 - click needs the character itself
     target = make_release(repo, home, store)
     click.echo(json.dumps({"repo": str(repo), "target": target}) if as_json else target)
@@ -99,12 +100,12 @@ def make(repo: Path, home: Path, store: str | None, *, as_json: bool) -> None:
 @settings_options(RolloutSettings, "rollout")
 @_json
 def start(repo: Path, target: str | None, config: Path | None, *, as_json: bool, **flags: object) -> int:
-    """Supervise a rollout to its end, and serve its files: this process is the one that devices fetch from.
+    """Supervise a rollout to its end, and serve its files to the devices.
 
-    Killed at any moment and started again by the same command, or without TARGET, it goes on; without TARGET by the
-    plan with which it was begun. It ends when every device that ever showed itself has the release; while some are off
-    it stays, so that they catch up. A release that was aborted is not tried
-    again: devices remember what they refused. Release the next number instead.
+    You may kill it at any time: the same command continues the rollout, and so does the command without TARGET, with
+    the plan of the start. It ends when every device that was ever online has the release; until then it waits for those
+    that are off. An aborted release is not tried again, since devices remember what they refused: release the next
+    number instead.
 
     \b
     Examples:
@@ -218,7 +219,7 @@ _asks(Request.ABORT, "Stop a rollout: the devices that run the release go back t
 @_repo
 @_json
 def status(repo: Path, *, as_json: bool) -> None:
-    """Tell how the rollout stands: stage, devices, reasons.
+    """Show the state of the rollout: stage, devices, reasons.
 
     \b
     Examples:

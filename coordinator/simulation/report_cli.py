@@ -33,9 +33,9 @@ from fedge.errors import MALFORMED, StoreError
 @click.argument("folder", metavar="RUN", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="What the run was, and its figures, as JSON.")
 def report(folder: Path, *, as_json: bool) -> None:
-    """Make the report of a run again from its folder, and say what the run was.
+    """Write the report of a run anew from its folder, and say what the run was.
 
-    RUN is what --out named for `simulate`, `compare` or `demo`, or the home of a coordinator, which may be running. Its
+    RUN is the --out folder of `simulate`, `compare` or `demo`, or the home of a coordinator, which may be running. Its
     report.html, figures.json, figures.csv and accuracy.svg are written anew; run.json has the configuration, versions,
     seed and commit.
 
@@ -46,7 +46,7 @@ def report(folder: Path, *, as_json: bool) -> None:
       fedge report run-1 --json
 
     \b
-    Exit codes: 0 done, 2 no such folder, or it is none of a run, 4 its figures cannot be read, or a file not written.
+    Exit codes: 0 done, 2 no such folder, or not that of a run, 4 a file cannot be read or written.
     """  # noqa: D301 - click wants the backspace character itself
     run = runs.read(folder)
     try:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from coordinator.methods import MethodSettings, make
 from coordinator.protection import COMBINATIONS, Guard, Protection, check, table
+from coordinator.service import CoordinatorSettings
+from coordinator.simulation.settings import Setup
 from fedge.errors import ConfigError
 from fedge.messages import Codec
 
@@ -53,3 +56,17 @@ def test_each_pair_is_in_the_table() -> None:
 def test_the_table_is_in_the_document() -> None:
     document = Path(__file__).parents[2] / "docs/hostile.md"
     assert table() in document.read_text(), "make it anew: coordinator.protection.table()"
+
+
+@pytest.mark.parametrize("other", [Setup, CoordinatorSettings])
+def test_the_commands_have_the_defaults_of_the_guards(other: type[msgspec.Struct]) -> None:
+    """A struct inherits from one other, so these name the settings anew."""
+    guards, own = ({f.name: f.default for f in msgspec.structs.fields(kind)} for kind in (Protection, other))
+    assert {name: own[name] for name in guards} == guards
+
+
+def test_the_commands_have_the_same_defaults() -> None:
+    """Of what simulated and real federations share."""
+    here, there = ({f.name: f.default for f in msgspec.structs.fields(kind)} for kind in (Setup, CoordinatorSettings))
+    apart = {name for name in here.keys() & there.keys() if here[name] != there[name]}
+    assert apart == {"task", "devices"}, {name: (here[name], there[name]) for name in apart}

@@ -54,6 +54,10 @@ cluster, or with all devices as one; `stratified` draws about equally many from 
 those that were fastest so far. Each method says which it has, its default first. `local`, `fedge`, `pm-moe` and
 `scmoe-pfl` refuse `+ft`, since what they end in is already fitted on each device.
 
+Differential privacy (`--dp-epsilon` or `--dp-noise`, `--dp-delta`, `--dp-clip`) and masked sums (`--masking`,
+`--min-cohort`) have settings of their own; [privacy.md](../privacy.md) says what they promise, and
+[hostile.md](../hostile.md) which of them combine.
+
 ## Options of a method
 
 They are set with `--option NAME=VALUE`, after colons in the name of a method
