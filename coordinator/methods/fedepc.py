@@ -48,6 +48,7 @@ from coordinator.methods import (
 )
 from coordinator.methods.averaging import average, averages
 from coordinator.methods.grouping import (
+    ONE_GROUP,
     Choices,
     arm,
     describing,
@@ -340,6 +341,8 @@ class FedEpc(Method[FedEpcState]):
         if self._by_label:
             features = Labels(tuple(d.label for d in described))
         elif unit is None or len(described) < 2:
+            if len(described) > 1:
+                log.warning(ONE_GROUP)
             return aidc.numbered([range(len(described))])
         else:
             features = Profiles(vectors=vectors_of(described), unit=unit)

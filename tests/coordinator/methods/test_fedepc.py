@@ -378,7 +378,7 @@ async def test_inheritance_has_one_term_per_member(tmp_path) -> None:
     assert inherited(["a", "c"], state, fleet) == a.model
 
 
-async def test_an_extractor_that_tells_nothing_apart_makes_one_cluster(tmp_path) -> None:
+async def test_an_extractor_that_tells_nothing_apart_makes_one_cluster_and_the_log_says_so(tmp_path, caplog) -> None:
     of = method(rounds=2, warm_up=0)
     fleet, layout, first, groups = four_groups(tmp_path)
     dead = {t.name: np.full(t.shape, -1.0, np.float32) for t in layout.tensors}
@@ -386,6 +386,7 @@ async def test_an_extractor_that_tells_nothing_apart_makes_one_cluster(tmp_path)
         worker.data.x_train[:] = np.abs(worker.data.x_train)
     state = msgspec.structs.replace(of.init(layout, first), extractor=fleet.put(dead))
     assert partition_of(await rounds(of, state, fleet, 1)) == {tuple(groups)}
+    assert "event=one_group" in caplog.text
 
 
 # --------------------------------------------------------------------------------------------- parts and options
