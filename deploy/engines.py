@@ -210,7 +210,7 @@ class Lazy(Separate):
         self._expert = [c.role.is_shared for c in candidates]
         self._lock = threading.Lock()
         self._bounds = [0.0] * len(candidates)
-        if how.energies.beta:
+        if how.beta:
             self._bounds = counted(how, np.array(recorded, np.float32)).tolist()
         self._only = lru_cache(MOST_SUBSETS)(partial(only, how))
 

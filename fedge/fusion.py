@@ -134,34 +134,21 @@ class Gate:
 
 
 @dataclass(frozen=True, slots=True)
-class Energies:
-    """β clip((logsumexp_c(l) - μ) / σ) of M candidates.
-
-    Attributes:
-        mean: (M,) μ.
-        inverse_std: (M,) 1 / σ.
-        low: bounds of the standardised energy, infinite if unclipped.
-        high: see `low`.
-        beta: β.
-    """
-
-    mean: Floats
-    inverse_std: Floats
-    low: np.floating
-    high: np.floating
-    beta: np.floating
-
-
-@dataclass(frozen=True, slots=True)
 class Formula:
     """Everything that determines a prediction, given the logits of M candidates.
+
+    What counts of a candidate's energy is β clip((logsumexp_c(l) - μ) / σ).
 
     Each row is a copy of a candidate's logits: M rows for the energies, then M for the probabilities softmax(l / T_k +
     κ_k π) unless they are the same, and one for the guard if it has a share.
 
     Attributes:
         gate: see `Gate`.
-        energies: see `Energies`.
+        mean: (M,) μ.
+        inverse_std: (M,) 1 / σ.
+        low: bounds of the standardised energy, infinite if unclipped.
+        high: see `low`.
+        beta: β.
         rows: (R,) the candidate of each row.
         scale: (R, 1) factors of the rows' logits.
         prior: (R, C) or (R, 1), added to them.
@@ -173,7 +160,11 @@ class Formula:
     """
 
     gate: Gate
-    energies: Energies
+    mean: Floats
+    inverse_std: Floats
+    low: np.floating
+    high: np.floating
+    beta: np.floating
     rows: tuple[int, ...]
     scale: Floats
     prior: Floats
@@ -187,11 +178,6 @@ class Formula:
 def prepared(input_shape: tuple[int, ...], numbers: Numbers, experts: Sequence[int], top: int) -> Formula:
     """The formula for inputs of a shape, in the precision of its numbers; see `Formula` for the rest."""
     n_candidates, dtype = len(numbers["energy.mean"]), numbers["energy.mean"].dtype
-    energies = Energies(
-        numbers["energy.mean"],
-        numbers["energy.inverse_std"],
-        *(dtype.type(numbers[f"energy.{name}"]) for name in ("low", "high", "beta")),
-    )
     rows, mixed, guard = [*range(n_candidates)], 0, numbers["guard.share"][0]
     scale, prior = np.ones((n_candidates, 1), dtype), np.zeros((n_candidates, 1), dtype)
     own_scale, own_prior = numbers["scale"], numbers["prior"]
@@ -201,9 +187,22 @@ def prepared(input_shape: tuple[int, ...], numbers: Numbers, experts: Sequence[i
         scale = np.concatenate([scale, own_scale[:n_calibrated]])
         prior = np.concatenate([np.zeros_like(own_prior[:n_candidates]), own_prior[:n_calibrated]])
         mixed = n_candidates
-    gate = _gate(input_shape, numbers)
-    tame = (SAFE - np.abs(prior).max()) / np.abs(scale).max()
-    return Formula(gate, energies, tuple(rows), scale, prior, mixed, guard, np.array(experts, np.int64), top, tame)
+    return Formula(
+        gate=_gate(input_shape, numbers),
+        mean=numbers["energy.mean"],
+        inverse_std=numbers["energy.inverse_std"],
+        low=dtype.type(numbers["energy.low"]),
+        high=dtype.type(numbers["energy.high"]),
+        beta=dtype.type(numbers["energy.beta"]),
+        rows=tuple(rows),
+        scale=scale,
+        prior=prior,
+        mixed=mixed,
+        guard=guard,
+        experts=np.array(experts, np.int64),
+        top=top,
+        tame=(SAFE - np.abs(prior).max()) / np.abs(scale).max(),
+    )
 
 
 def _gate(input_shape: tuple[int, ...], numbers: Numbers) -> Gate:
@@ -238,10 +237,11 @@ def only(how: Formula, kept: Sequence[int]) -> Formula:
     """
     place = {k: i for i, k in enumerate(kept)}
     rows = [i for i, k in enumerate(how.rows) if k in place]
-    numbers, index = how.energies, list(kept)
+    index = list(kept)
     return replace(
         how,
-        energies=replace(numbers, mean=numbers.mean[index], inverse_std=numbers.inverse_std[index]),
+        mean=how.mean[index],
+        inverse_std=how.inverse_std[index],
         rows=tuple(place[how.rows[i]] for i in rows),
         scale=how.scale[rows],
         prior=how.prior[rows],
@@ -281,21 +281,19 @@ def gate_scores(how: Formula, x: Floats) -> Floats:
 
 def counted_energy(how: Formula, k: int, logits: Floats) -> float:
     """β clip(ẽ) of candidate k with the logits (C,) of one sample; NaN where one of them is not finite."""
-    numbers = how.energies
     values: list[float] = logits.tolist()  # for one sample numpy is not faster
     largest = max(values)
     if not math.isfinite(sum(values)):
         return math.nan
     total = sum([math.exp(value - largest) for value in values])
-    energy = (math.log(total) + largest - float(numbers.mean[k])) * float(numbers.inverse_std[k])
-    return min(max(energy, float(numbers.low)), float(numbers.high)) * float(numbers.beta)
+    energy = (math.log(total) + largest - float(how.mean[k])) * float(how.inverse_std[k])
+    return min(max(energy, float(how.low)), float(how.high)) * float(how.beta)
 
 
 def counted(how: Formula, energy: Floats) -> Floats:
     """The part of standardised energies (..., M) that counts: β clip(ẽ)."""
-    numbers = how.energies
-    clipped: Floats = np.minimum(np.maximum(energy, numbers.low), numbers.high)
-    clipped *= numbers.beta
+    clipped: Floats = np.minimum(np.maximum(energy, how.low), how.high)
+    clipped *= how.beta
     return clipped
 
 
@@ -323,8 +321,8 @@ def _fused(how: Formula, z: Floats, gate: Floats, *, tame: bool) -> list[Floats]
     energy = np.log(total[:, :m])
     if not tame:
         energy += largest[:, :m]
-    energy -= how.energies.mean
-    energy *= how.energies.inverse_std
+    energy -= how.mean
+    energy *= how.inverse_std
     score = counted(how, energy)
     score += gate
     if usable is not None:
