@@ -149,8 +149,7 @@ class Answering:
     def swap(self, before: Quality | None = None) -> None:
         """Load the slots' running bundle and put it into service.
 
-        Args:
-            before: quality of the previous bundle, for the limit on latency.
+        `before`: quality of the previous bundle, for the limit on latency.
 
         Raises:
             UpdateRejected: it cannot be loaded; the previous one stays in service, also for the slots.

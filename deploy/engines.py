@@ -117,12 +117,8 @@ def make(
 ) -> Whole | Separate:
     """Load a bundle into an engine that it supports.
 
-    Args:
-        bundle: verified.
-        engine: see the module.
-        threads: of ONNX Runtime.
-        providers: of ONNX Runtime, in order of preference.
-        mode: "shift": a flat prior, for samples unlike the device's own (`fusion.shifted`).
+    `providers`: of ONNX Runtime, in order of preference. `mode` "shift": a flat prior, for samples unlike the device's
+    own (`fusion.shifted`).
 
     Raises:
         ConfigError: the mode does not apply to the bundle.

@@ -89,10 +89,7 @@ def install_in(home: Path, slots: Slots, new: Bundle) -> None:
 
     A damaged bundle does not count; a device without a second bundle gets this one twice.
 
-    Args:
-        home: of the device.
-        slots: those of `home`.
-        new: the bundle, verified.
+    `new`: the bundle, verified.
 
     Raises:
         ConfigError: a bundle is on trial.

@@ -222,10 +222,7 @@ def load_as(folder: Path, how: How) -> Runtime:
 def load_update(folder: Path, how: How, *, again: bool = False) -> Runtime:
     """Load a bundle with the device's engine; if it lacks the engine's graph, use fused, the reference.
 
-    Args:
-        folder: of the bundle.
-        how: the device's options.
-        again: as for `fedge.bundle.read`.
+    `again`: as for `fedge.bundle.read`.
 
     Raises:
         ConfigError, UpdateRejected: as `load`.

@@ -237,9 +237,7 @@ class Slots:
     def stage(self, manifest: bytes, folder: Path | None = None) -> Bundle:
         """Build the idle slot from copies of files on the device, and verify it. The bundle in service is not touched.
 
-        Args:
-            manifest: of the bundle.
-            folder: a further place for its files, besides the store and the slots.
+        `folder`: a further place for its files, besides the store and the slots.
 
         Raises:
             UpdateRejected: the manifest is malformed, or a file that matches it.

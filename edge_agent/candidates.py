@@ -128,13 +128,7 @@ def candidates(
 ) -> Candidates:
     """The candidates that have a calibration and a pooled weight, on some samples.
 
-    Args:
-        device: the owner.
-        fitted: its fitted models.
-        samples: (m, *input_shape) and (m,), m >= 0.
-        classes: (C,) log class shares.
-        calibration: of each candidate.
-        pooled: weights u.
+    `samples`: (m, *input_shape) and (m,), m >= 0. `classes`: (C,) log class shares. `pooled`: weights u.
 
     Raises:
         FailedError: the device has none of them.

@@ -241,9 +241,7 @@ class Session:
     def handle(self, event: Event, now: float) -> list[Action]:
         """Process one event; returns the actions, in order.
 
-        Args:
-            event: what happened.
-            now: seconds by a monotonic clock.
+        `now`: seconds by a monotonic clock.
 
         Raises:
             ProtocolError: `foreign-id`, `order-changed`, `queue-full` or `unknown-order`; nothing changed.

@@ -134,11 +134,7 @@ class Worker:
     def execute(self, order: Order, fetch: Fetch, *, stop: Stop = never, action: Action | None = None) -> Finished:
         """Carry out an order.
 
-        Args:
-            order: what to do.
-            fetch: the bytes of a blob that the order names.
-            stop: checked between batches.
-            action: of the order, if already decoded.
+        `stop`: checked between batches. `action`: of the order, if already decoded.
 
         Returns:
             `Failed` if the order or its blobs are unfit or the user's code raises anything, `Declined` if there are no

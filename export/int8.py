@@ -78,11 +78,7 @@ def quantise(bundle: Bundle, validation: Validation, target: Path, limits: Int8L
 
     Every other validation sample calibrates, the rest decide.
 
-    Args:
-        bundle: verified; stays unchanged.
-        validation: the device's samples, at least 10.
-        target: becomes the new bundle's folder.
-        limits: see `Int8Limits`.
+    `validation`: the device's samples, at least 10.
 
     Raises:
         ConfigError: too few samples, or `target` exists.

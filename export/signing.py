@@ -79,10 +79,7 @@ class Repository:
     def add(self, bundle: Path, name: str = "manifest", *, number: int | None = None) -> str:
         """Release a bundle: its manifest becomes a target, its files are kept for devices to fetch.
 
-        Args:
-            bundle: a folder that `write_bundle` wrote.
-            name: tells bundles of one release apart.
-            number: of the release; None: that of the manifest.
+        `name` tells bundles of one release apart. `number`: of the release; None: that of the manifest.
 
         Returns:
             The path of the target, such as "5/manifest.json".

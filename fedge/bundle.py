@@ -242,9 +242,7 @@ class Bundle:
 def read(folder: Path, *, again: bool = False) -> Bundle:
     """Verify a bundle.
 
-    Args:
-        folder: of the bundle.
-        again: this device wrote and verified the folder before; the weights in its parts are not hashed again.
+    `again`: this device wrote and verified the folder before; the weights in its parts are not hashed again.
 
     Raises:
         UpdateRejected: a file is missing, altered, of another size, not a plain file, or malformed; the text names it.

@@ -97,11 +97,8 @@ class Child:
     def call(self, *arguments: object, returns: type[R], stop: Stop = never, timeout_s: float | None = None) -> R:
         """The function's result.
 
-        Args:
-            arguments: by position.
-            returns: type of the result.
-            stop: polled during the call; the child is killed when it returns True.
-            timeout_s: when to give up; None: never.
+        `stop`: polled during the call; the child is killed when it returns True. `timeout_s`: when to give up; None:
+        never.
 
         Raises:
             DiedError: the child ended by itself.

@@ -60,10 +60,7 @@ def write_atomically(path: Path, *data: bytes | memoryview, public: bool = False
     The file belongs to us or, if we are root, to the folder's owner, such as a service. A symbolic link at `path` is
     replaced, not followed.
 
-    Args:
-        path: of the file.
-        data: its pieces.
-        public: readable by everybody, not only by its owner.
+    `public`: readable by everybody, not only by its owner.
 
     Raises:
         StoreError: the disk is full or the folder cannot be written.
@@ -239,9 +236,7 @@ def locked(folder: Path, taken: str | None) -> Iterator[None]:
 
     The file's owner is as of `write_atomically`.
 
-    Args:
-        folder: created if missing.
-        taken: the error text if another process holds it; None: wait.
+    `folder`: created if missing. `taken`: the error text if another process holds it; None: wait.
 
     Raises:
         InUseError: another process holds it.
@@ -319,9 +314,7 @@ def whole_folder(folder: Path, *, replace: bool = True) -> Iterator[Path]:
 
     Leftovers of killed processes are removed after a day.
 
-    Args:
-        folder: to make.
-        replace: what is there by then; otherwise only an empty folder gives way.
+    `replace`: what is there by then; otherwise only an empty folder gives way.
 
     Raises:
         FileExistsError: something is there that is not to be replaced.

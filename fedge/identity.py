@@ -227,9 +227,7 @@ class Authority:
     def learn(self, data: bytes, *, max_bytes: int = MAX_REVOCATIONS_BYTES) -> bool:
         """Accept a revocation list (PEM or DER); False: it is the known one.
 
-        Args:
-            data: the list.
-            max_bytes: size limit; the default is for lists from the wire.
+        `max_bytes`: the default is for lists from the wire.
 
         Raises:
             ProtocolError: `oversized`, `malformed`, `forged` (not by this authority) or `replayed` (a newer one is

@@ -48,10 +48,7 @@ def load_object(path: str) -> Any:
 def load_role(module: str, what: str, extra: str) -> ModuleType:
     """Import part of a role, which may need packages that are not installed.
 
-    Args:
-        module: of ours.
-        what: the feature that needs it, for the error.
-        extra: the installation that provides it.
+    `what`: the feature that needs it, for the error. `extra`: the installation that provides it.
 
     Raises:
         ConfigError: a third-party package is missing.

@@ -22,9 +22,7 @@ def apply(task: TaskSpec, raw: NDArray[Any]) -> NDArray[np.float32]:
 
     For tables, with the mean and std of each column.
 
-    Args:
-        task: its input shape and preprocessing.
-        raw: (n, *input_shape), or for images (n, height, width, channels), or (n, height, width) with one channel.
+    `raw`: (n, *input_shape), or for images (n, height, width, channels), or (n, height, width) with one channel.
 
     Returns:
         (n, *input_shape) float32, a new array.

@@ -21,10 +21,7 @@ QUIET_S: Final = 1.0
 async def retained(transport: Transport, topics: Topics, leaf: str) -> AsyncIterator[dict[str, bytes]]:
     """Connect, and collect what the devices have left on a topic; the transport is connected inside.
 
-    Args:
-        transport: not yet entered.
-        topics: of the federation.
-        leaf: last level of the topic (`Topics.agent`).
+    `transport`: not yet entered. `leaf`: last level of the topic (`Topics.agent`).
 
     Returns:
         The payload by device, without cleared ones.

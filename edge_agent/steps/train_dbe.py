@@ -50,12 +50,7 @@ def run(device: Device, action: TrainDbe) -> Result:
 def learn(device: Device, action: TrainDbe, start: Model, mine: Tensors | None, goal: Floats) -> tuple[Model, Tensors]:
     """Train the shared model and the offset P together on D_L, n >= 1; P has its own SGD at the same rate.
 
-    Args:
-        device: the owner of the samples.
-        action: kappa, SGD of both.
-        start: the global model.
-        mine: the offset so far; None: zero.
-        goal: g (D,), the mean of the features over all devices.
+    `mine`: the offset so far; None: zero. `goal`: g (D,), the mean of the features over all devices.
 
     Raises:
         ProtocolError: `not-finite`, training of the shared model diverged.
