@@ -114,7 +114,7 @@ def variants(runtime: Runtime, shifted: Runtime, x: np.ndarray) -> tuple[dict[st
         return replace(how, gate=replace(how.gate, out=np.zeros_like(how.gate.out), out_bias=log_weights))
 
     def with_beta(formula: Formula, beta: float) -> Formula:
-        return replace(formula, energies=replace(formula.energies, beta=np.float32(beta)))
+        return replace(formula, beta=np.float32(beta))
 
     ungated = with_weights(omega)
     equal = with_weights(np.where(share > 0, np.float32(0), omega))
