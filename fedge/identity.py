@@ -289,7 +289,7 @@ class Authority:
                 self._known.clear()
             self._known[der] = _identified(certificate)
         subject, certificate, key = self._known[der]
-        if trouble := out_of_date(certificate, datetime.now(UTC)):
+        if trouble := out_of_date(certificate):
             raise ProtocolError("certificate", f"that of {subject} {trouble}")
         if certificate.serial_number in self._revoked:
             raise ProtocolError("revoked", f"the certificate of {subject} ({certificate.serial_number:x})")
@@ -301,7 +301,7 @@ class Authority:
             return foreign
         if certificate.serial_number in self._revoked:
             return "it was revoked"
-        return out_of_date(certificate, datetime.now(UTC))
+        return out_of_date(certificate)
 
     def _foreign(self, certificate: x509.Certificate) -> str:
         from fedge.certificates import is_issued_by
@@ -330,8 +330,9 @@ def _identified(certificate: x509.Certificate) -> tuple[Subject, x509.Certificat
     return subject, certificate, key
 
 
-def out_of_date(certificate: x509.Certificate, now: datetime) -> str:
-    """Why a certificate is not valid at this time; empty: it is."""
+def out_of_date(certificate: x509.Certificate) -> str:
+    """Why a certificate is not valid now; empty: it is."""
+    now = datetime.now(UTC)
     first, last = certificate.not_valid_before_utc, certificate.not_valid_after_utc
     if first <= now <= last:
         return ""

@@ -84,7 +84,7 @@ def unseal(data: bytes) -> Kit:
         raise ConfigError(f"its certificate is not that of the device {kit.id} of {kit.federation}")
     if not certificates.is_issued_by(certificate, ca):
         raise ConfigError("its certificate is not by the authority that made the kit")
-    if trouble := out_of_date(certificate, certificates.now()):
+    if trouble := out_of_date(certificate):
         raise ConfigError(f"its certificate {trouble}: if that clock is right, have a new kit made on the server")
     refuse_code(kit.task)
     return kit
@@ -96,6 +96,5 @@ def refuse_code(task: TaskSpec | None) -> None:
     Raises:
         ConfigError: it names code.
     """
-    named = [text for text in (task.name, task.model) if ":" in text] if task else []
-    if named:
-        raise ConfigError(f"no kit may name code, and its task names {named[0]}: give --task on the device")
+    if task and task.code:
+        raise ConfigError(f"no kit may name code, and its task names {task.code[0]}: give --task on the device")

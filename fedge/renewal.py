@@ -119,7 +119,7 @@ class Renewal:
         """
         from cryptography import x509
 
-        from fedge.certificates import UNREADABLE, is_issued_by, load_certificate, now
+        from fedge.certificates import UNREADABLE, is_issued_by, load_certificate
 
         try:
             certificate = x509.load_pem_x509_certificate(data[:MAX_BYTES])
@@ -129,7 +129,7 @@ class Renewal:
             raise ProtocolError("certificate", "our new one is not by our authority")
         if subject_of(certificate) != subject_of(own) or certificate.public_key() != own.public_key():
             raise ProtocolError("certificate", "our new one is for somebody else, or for another key")
-        if trouble := out_of_date(certificate, now()):
+        if trouble := out_of_date(certificate):
             raise ProtocolError("certificate", f"our new one {trouble}")
         return certificate
 

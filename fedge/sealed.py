@@ -20,7 +20,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -127,7 +126,7 @@ class Signed:
         """The highest number by topic and key; it may be kept, and given back to the next process."""
 
     def _check(self, cert_file: str) -> None:
-        if trouble := out_of_date(self._key.certificate, datetime.now(UTC)):  # the clock may not be set yet
+        if trouble := out_of_date(self._key.certificate):  # the clock may not be set yet
             raise TransportError(f"cert_file {cert_file} {trouble}: nobody would take it")
         if trouble := self.authority.trouble(self._key.certificate):
             raise ConfigError(f"cert_file {cert_file}: {trouble}; nobody would take it")

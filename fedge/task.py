@@ -89,6 +89,11 @@ class TaskSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         """C, at least 2."""
         return len(self.classes)
 
+    @property
+    def code(self) -> tuple[str, ...]:
+        """What it imports and calls: the paths package.module:name of its class and network."""
+        return tuple(dict.fromkeys(path for path in (self.name, self.model) if ":" in path))
+
     def fingerprint(self) -> str:
         """16 hex digits; any change to the task changes them."""
         import hashlib  # 3.5 MB of OpenSSL: import only when hashing

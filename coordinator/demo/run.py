@@ -33,7 +33,6 @@ from fedge.messages import Role
 from fedge.preprocess import apply
 from fedge.task import TaskSpec
 from fedge.tasks import Share, share_data, write_share, write_task
-from fedge.tasks.specs import code_of
 from fedge.tensors import HEAD, Layout, Model, Tensors, flatten, from_bytes
 from fedge.transport import parse_address
 
@@ -246,7 +245,7 @@ async def federate(
 ) -> dict[str, Any]:
     """Run coordinator and agents until the coordinator is done, and return its summary."""
     watch.phase(f"{settings.method} over {common[1]}", settings.rounds)
-    common = [*common, "--task", str(settings.folder / "task.json"), "--allow", ",".join(code_of(cameras.task))]
+    common = [*common, "--task", str(settings.folder / "task.json"), "--allow", ",".join(cameras.task.code)]
     home = settings.folder / "coordinator"
     coordinator = children.start(
         "coordinator",

@@ -104,20 +104,15 @@ def write_task(task: TaskSpec, path: Path) -> None:
     write_atomically(path, msgspec.json.format(msgspec.json.encode(task)))
 
 
-def code_of(task: TaskSpec) -> tuple[str, ...]:
-    """The code that a task imports and calls: the paths package.module:name of its class and network."""
-    return tuple(dict.fromkeys(path for path in (task.name, task.model) if ":" in path))
-
-
 def _read(path: Path, allow: Container[str]) -> TaskSpec:
     try:
         task = msgspec.json.decode(path.read_bytes(), type=TaskSpec)
     except (OSError, *MALFORMED) as error:
         raise ConfigError(f"{path} is not a task: {error}") from error
-    if foreign := [code for code in code_of(task) if code not in allow]:
+    if foreign := [code for code in task.code if code not in allow]:
         raise ConfigError(
             f"{path} names code that would be run here: {', '.join(foreign)}; if you know and trust it, say so with "
-            f"--allow {','.join(code_of(task))}"
+            f"--allow {','.join(task.code)}"
         )
     return task
 
