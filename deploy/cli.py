@@ -80,6 +80,9 @@ def infer(bundle: Path, inputs: tuple[Path, ...], config: Path | None, as_json: 
     with x, or a .csv or .parquet of a task with a schema. The accuracy is shown if the classes are known: y in the
     .npz, one folder per class, or the schema's column.
 
+    Each sample is shown with its class, the probability, and of each model in the mixture the weight and, in brackets,
+    the calibrated energy: the lower, the surer the model is.
+
     \b
     Examples:
       fedge infer bundles/3 photo.png

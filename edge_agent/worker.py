@@ -110,7 +110,7 @@ class Worker:
         self._processor = processor
         self._limits = steps
         self._steps = dict(installed_steps() if steps is None else steps)
-        data.require_labels_of(task)
+        data.require_samples_of(task)
         self._host = Host(
             device_id, task, self.fingerprint, data, home, self._steps, lambda: self.network, min_cohort, budget, source
         )

@@ -145,7 +145,10 @@ class LocalBroker:
         """
         assert self._home is not None
         if await self._listens():
-            raise TransportError(f"somebody already listens on {self.host}:{self.port}; choose another port")
+            raise TransportError(
+                f"somebody already listens on {self.host}:{self.port}: if it is a broker, such as Debian's Mosquitto, "
+                "use that one; otherwise take another port (--port)"
+            )
         self._home.mkdir(parents=True, exist_ok=True)
         with (self._home / "broker.log").open("ab") as output:
             self._process = await asyncio.create_subprocess_exec(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
 import zipfile
 from collections.abc import Sequence
@@ -19,9 +21,15 @@ from fedge.preprocess import load_image
 from fedge.task import TEST, TRAIN, VALIDATION, TaskSpec
 from fedge.text import is_text, nearest
 
+log = logging.getLogger("fedge.tasks")
+
 SUFFIXES: Final = frozenset({".jpg", ".jpeg", ".png"})
 SENSITIVE_FILE: Final = "sensitive.txt"
 SPLIT_FILE: Final = "split.json"
+OTHERS: Final = frozenset({".heic", ".heif", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif"})
+"""Images that are not read."""
+MANY: Final = 20
+"""Images that a message names."""
 LEFT_BY_DESKTOPS: Final = frozenset({"Thumbs.db", "desktop.ini"})
 """Files that mean nothing, like those whose names begin with a dot."""
 
@@ -32,15 +40,7 @@ def names(source: Path, *, labelled: bool = True) -> list[str]:
     Raises:
         ConfigError: the source is neither, or no image lies in a class folder.
     """
-    require_there(source, "folder or .zip of images")
-    try:
-        if source.is_dir():
-            found = [p.relative_to(source).as_posix() for p in source.rglob("*")]
-        else:
-            with zipfile.ZipFile(source) as archive:
-                found = archive.namelist()
-    except (OSError, zipfile.BadZipFile) as error:
-        raise ConfigError(f"{source} is not a folder or .zip of images: {error}") from error
+    found = _paths(source)
     images = sorted(n for n in found if PurePosixPath(n).suffix.lower() in SUFFIXES)
     where = f"{source} must hold images in one folder per class, <class>/*.jpg or *.png"
     if not images:
@@ -51,6 +51,30 @@ def names(source: Path, *, labelled: bool = True) -> list[str]:
     if labelled and (loose := [n for n in images if "/" not in n]):
         raise ConfigError(f"{where}: {loose[0]} lies in none")
     return images
+
+
+def _paths(source: Path) -> list[str]:
+    require_there(source, "folder or .zip of images")
+    try:
+        if source.is_dir():
+            return [p.relative_to(source).as_posix() for p in source.rglob("*")]
+        with zipfile.ZipFile(source) as archive:
+            return archive.namelist()
+    except (OSError, zipfile.BadZipFile) as error:
+        raise ConfigError(f"{source} is not a folder or .zip of images: {error}") from error
+
+
+def warn_of_unread(source: Path) -> None:
+    """Log how many images of other formats lie in a folder or .zip, which nobody reads.
+
+    Raises:
+        ConfigError: the source is neither.
+    """
+    if unread := sorted(n for n in _paths(source) if PurePosixPath(n).suffix.lower() in OTHERS):
+        log.warning(
+            "event=images_not_read source=%s n=%d first=%s reason='only .jpg and .png are read: convert the others'",
+            *(source, len(unread), unread[0]),
+        )
 
 
 def has_classes(images: Sequence[str], classes: Sequence[str]) -> bool:
@@ -84,10 +108,22 @@ def load(task: TaskSpec, source: Path, images: Sequence[str]) -> NDArray[np.uint
         ConfigError: an image cannot be read; the text names it. Or all take more than half of the memory.
     """
     require_room(source, len(images) * math.prod(task.input_shape))
-    if source.is_dir():
-        return np.stack([load_image(task, source / image) for image in images])
-    with zipfile.ZipFile(source) as archive:
-        return np.stack([_from_archive(task, archive, image) for image in images])
+    with zipfile.ZipFile(source) if source.is_file() else contextlib.nullcontext() as archive:
+        found: list[NDArray[np.uint8]] = []
+        broken: dict[str, ConfigError] = {}
+        for image in images:
+            try:
+                found.append(_from_archive(task, archive, image) if archive else load_image(task, source / image))
+            except ConfigError as error:
+                broken[image] = error
+    if broken:
+        first, *others = broken
+        raise ConfigError(
+            f"{broken[first]}; {len(broken)} of {len(images)} images cannot be read: remove or replace {first}"
+            + "".join(f", {other}" for other in others[:MANY])
+            + ", ..." * (len(others) > MANY)
+        )
+    return np.stack(found)
 
 
 def require_known(folder: Path) -> None:

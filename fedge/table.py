@@ -42,6 +42,7 @@ def read_schema(file: Path) -> Schema:
     Raises:
         ConfigError: it cannot be read, or contradicts itself; the text says where.
     """
+    require_there(file, "schema of a table")
     try:
         schema = msgspec.convert(tomllib.loads(file.read_text(encoding="utf-8")), Schema)
     except (OSError, *MALFORMED, tomllib.TOMLDecodeError) as error:
@@ -178,6 +179,8 @@ def _csv(schema: Schema, file: Path, labelled: bool) -> Iterator[Cells]:
             require_room(file, os.fstat(opened.fileno()).st_size)
             rows = csv.reader(opened, strict=True)
             header = [name.strip() for name in next(rows, [])]
+            if len(header) == 1 and (other := next((mark for mark in ";\t|" if mark in header[0]), None)):
+                raise ConfigError(f"{file} has {other!r} between its columns: save it with commas")
             wanted = _columns(schema, file, header, labelled)
             whole = (_whole(row, header, f"{file}, line {rows.line_num}") for row in rows)
             for batch in iter(lambda: [*islice(whole, BATCH)], []):

@@ -822,6 +822,12 @@ class Transport:
             except _RefusedError as error:
                 reason, final = str(error), error.final
                 closed_early += error.closed_early
+            except ConnectionRefusedError:
+                reason, final, closed_early = (
+                    "no broker listens there: start it, or give --broker its address",
+                    False,
+                    0,
+                )
             except OSError as error:
                 reason, final, closed_early = str(error) or type(error).__name__, False, 0
             where = f"{self.settings.host}:{self.settings.port}"

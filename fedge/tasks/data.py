@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from fedge.errors import ConfigError
 from fedge.loading import load_object
-from fedge.task import TaskSpec
+from fedge.task import TRAIN, VALIDATION, TaskSpec
+from fedge.tasks.sampling import n_validation, spread
 from fedge.tensors import digest_of
 
 
@@ -55,12 +56,41 @@ class DeviceData:
         """Data of a device that does not train: model inputs only, (n, *input_shape)."""
         return cls(x, np.zeros(len(x), np.int64), np.zeros(len(x), np.bool_), x[:0], np.zeros(0, np.int64))
 
-    def require_labels_of(self, task: TaskSpec) -> None:
-        """Refuse labels outside the task.
+    @classmethod
+    def of(
+        cls,
+        x: NDArray[np.float32],
+        y: NDArray[np.int64],
+        *,
+        sensitive: NDArray[np.bool_] | None = None,
+        split: NDArray[np.int64] | None = None,
+        seed: int,
+    ) -> DeviceData:
+        """Training and validation samples of one device.
+
+        Args:
+            x: model inputs, (n, *input_shape).
+            y: labels, (n,).
+            sensitive: marks, (n,); None: nothing is sensitive.
+            split: 0 train, 1 validation, 2 test, (n,); None: a fifth of each class is held out for validation.
+            seed: of the hold-out.
+        """
+        marks = np.zeros(len(y), np.bool_) if sensitive is None else sensitive
+        parts = _hold_out(y, marks, seed) if split is None else split
+        train, validation = parts == TRAIN, parts == VALIDATION
+        return cls(x[train], y[train], marks[train], x[validation], y[validation], marks[validation])
+
+    def require_samples_of(self, task: TaskSpec) -> None:
+        """Refuse inputs of another shape, and labels outside the task.
 
         Raises:
-            ConfigError: a label is not in 0..C-1.
+            ConfigError: the inputs are not (n, *input_shape), or a label is not in 0..C-1.
         """
+        for x in (self.x_train, self.x_val):
+            if len(x) and x.shape[1:] != task.input_shape:
+                raise ConfigError(
+                    f"samples of shape {x.shape[1:]} found, but the task has inputs of {task.input_shape}"
+                )
         labels, last = np.concatenate([self.y_train, self.y_val]), task.n_classes - 1
         if len(labels) and (labels.min() < 0 or labels.max() > last):
             found = f"labels from {labels.min()} to {labels.max()}"
@@ -112,6 +142,16 @@ class DeviceData:
     def shared_counts(self, n_classes: int) -> NDArray[np.int64]:
         """The number of non-sensitive training samples per class, (C,)."""
         return np.bincount(self.shared[1], minlength=n_classes)
+
+
+def _hold_out(y: NDArray[np.int64], sensitive: NDArray[np.bool_], seed: int) -> NDArray[np.int64]:
+    """Hold out a fifth of each class for validation; its non-sensitive part is drawn separately."""
+    split = np.zeros(len(y), dtype=np.int64)
+    for marked, stream in ((False, seed), (True, [seed, 1])):
+        (own,) = np.nonzero(sensitive == marked)
+        if len(own):
+            split[own[spread(y[own], n_validation(len(own)), np.random.default_rng(stream))]] = VALIDATION
+    return split
 
 
 class UserTask(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,9 @@ from numpy.typing import NDArray
 from fedge import images, preprocess, table
 from fedge.errors import ConfigError
 from fedge.files import require_there
-from fedge.task import TEST, TRAIN, VALIDATION, TaskSpec
+from fedge.task import TEST, TaskSpec
 from fedge.tasks import arrays
 from fedge.tasks.data import DeviceData, user_task
-from fedge.tasks.sampling import n_validation, spread
 
 
 def device_data(task: TaskSpec, source: Path, *, seed: int) -> DeviceData:
@@ -32,21 +32,10 @@ def device_data(task: TaskSpec, source: Path, *, seed: int) -> DeviceData:
         ConfigError: the source cannot be read or does not fit the task.
     """
     if ":" in task.name:
-        own = _by_its_own_task(task, source, seed)
-        own.require_labels_of(task)
-        return own
+        return _by_its_own_task(task, source, seed)
     x, y, split, sensitive = _raw(task, source)
-    if split is None:
-        split = _hold_out(y, sensitive, seed)
-    train, validation = split == TRAIN, split == VALIDATION
-    return DeviceData(
-        x_train=preprocess.apply(task, x[train]),
-        y_train=y[train],
-        sensitive=sensitive[train],
-        x_val=preprocess.apply(task, x[validation]),
-        y_val=y[validation],
-        sensitive_val=sensitive[validation],
-    )
+    raw = DeviceData.of(x, y, sensitive=sensitive, split=split, seed=seed)
+    return replace(raw, x_train=preprocess.apply(task, raw.x_train), x_val=preprocess.apply(task, raw.x_val))
 
 
 def labelled(task: TaskSpec, source: Path) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
@@ -60,17 +49,21 @@ def device_inputs(task: TaskSpec, source: Path) -> NDArray[np.float32]:
     Sensitive samples and test samples are left out. Arguments and errors: as `device_data`.
     """
     if ":" in task.name:
-        return _by_its_own_task(task, source, 0).shared[0]
+        return _by_its_own_task(task, source, 0, labelled=False).shared[0]
     x, _, split, sensitive = _raw(task, source, labelled=False)
     return preprocess.apply(task, x[~sensitive if split is None else ~sensitive & (split != TEST)])
 
 
-def _by_its_own_task(task: TaskSpec, source: Path, seed: int) -> DeviceData:
+def _by_its_own_task(task: TaskSpec, source: Path, seed: int, *, labelled: bool = True) -> DeviceData:
     try:
-        return user_task(task.name).device_data(source, seed=seed)
-    except OSError as error:
+        own = user_task(task.name).device_data(source, seed=seed)
+        if labelled:
+            own.require_samples_of(task)
+    except (OSError, ValueError, LookupError, ConfigError) as error:
         require_there(source, "file or folder of samples")
-        raise ConfigError(f"{task.name} cannot read {source}: {error}") from error
+        reason = error if isinstance(error, (OSError, ConfigError)) else f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{task.name} cannot read {source}: {reason}") from error
+    return own
 
 
 _Raw = tuple[NDArray[Any], NDArray[np.int64], NDArray[np.int64] | None, NDArray[np.bool_]]
@@ -92,13 +85,3 @@ def _raw(task: TaskSpec, source: Path, *, labelled: bool = True) -> _Raw:
     if y.max(initial=0) >= task.n_classes:
         raise ConfigError(f"{source}: label {y.max()} found, but the task has the classes 0..{task.n_classes - 1}")
     return found["x"], y, found.get("split"), found.get("sensitive", np.zeros(len(found["x"]), dtype=np.bool_))
-
-
-def _hold_out(y: NDArray[np.int64], sensitive: NDArray[np.bool_], seed: int) -> NDArray[np.int64]:
-    """Hold out a fifth of each class for validation; its non-sensitive part is drawn separately."""
-    split = np.zeros(len(y), dtype=np.int64)
-    for marked, stream in ((False, seed), (True, [seed, 1])):
-        (own,) = np.nonzero(sensitive == marked)
-        if len(own):
-            split[own[spread(y[own], n_validation(len(own)), np.random.default_rng(stream))]] = VALIDATION
-    return split

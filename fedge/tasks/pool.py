@@ -124,6 +124,7 @@ def _digits() -> tuple[NDArray[Any], NDArray[np.int64]]:
 def _images(data: Path, rng: np.random.Generator, limit: int | None) -> Pool:
     """Decode only the chosen images."""
     spec = task_spec("image-folder", data)
+    images.warn_of_unread(data)
     names = images.names(data)
     chosen = [names[i] for i in _choice(len(names), rng, limit)]
     return Pool(images.load(spec, data, chosen), images.labels(chosen, spec.classes), spec)

@@ -100,3 +100,21 @@ def test_wrong_splits_are_named(folder: Path, content: str) -> None:
     (folder / "split.json").write_text(content)
     with pytest.raises(ConfigError, match=r"split\.json"):
         images.split_numbers(folder, NAMES)
+
+
+def test_all_images_that_cannot_be_read_are_named_at_once(folder: Path) -> None:
+    broken = [NAMES[0], NAMES[-1]]
+    for name in broken:
+        (folder / name).write_bytes(b"no image")
+    with pytest.raises(ConfigError, match=f"2 of {len(NAMES)} images cannot be read: remove or replace") as caught:
+        images.load(TASK, folder, images.names(folder))
+    assert all(name in str(caught.value) for name in broken)
+
+
+def test_images_of_other_formats_are_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    images.warn_of_unread(folder)
+    assert not caplog.records
+    (folder / NAMES[0]).with_suffix(".heic").write_bytes(b"")
+    images.warn_of_unread(folder)
+    assert "n=1" in caplog.text
+    assert ".heic" in caplog.text

@@ -4,10 +4,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from fedge.broker import free_port
 from fedge.cli import main
+from fedge.errors import ConfigError
+from fedge.tasks import device_data, task_spec
 
 
 def test_it_makes_a_project_by_the_folders_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -30,6 +33,22 @@ def test_names_that_cannot_be_are_refused(
     assert main(["new", str(tmp_path / name)]) == 2
     assert told in capsys.readouterr().err
     assert not (tmp_path / name).exists()
+
+
+def test_its_task_keeps_marks_and_refuses_a_typo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(["new", str(tmp_path / "marked-task")]) == 0
+    monkeypatch.syspath_prepend(tmp_path / "marked-task")
+    with np.load(tmp_path / "marked-task/samples/dev1.npz") as held:
+        x, y = held["x"], held["y"]
+    marks, source = np.arange(len(y)) % 3 == 0, tmp_path / "dev.npz"
+    np.savez(source, x=x, y=y, sensitive=marks)
+    task = task_spec("marked_task:MarkedTask", source)
+    data = device_data(task, source, seed=0)
+    assert data.sensitive_val is not None
+    assert data.sensitive.sum() + data.sensitive_val.sum() == marks.sum()
+    np.savez(source, x=x, y=y, Sensitive=marks)
+    with pytest.raises(ConfigError, match="did you mean sensitive"):
+        device_data(task, source, seed=0)
 
 
 @pytest.mark.process

@@ -211,6 +211,15 @@ def test_a_schema_that_contradicts_itself_is_refused(tmp_path: Path, old: str, n
         table.read_schema(tmp_path / "t.toml")
 
 
+def test_a_schema_or_commas_that_are_missing_are_told(schema: Schema, tmp_path: Path) -> None:
+    (tmp_path / "engines.toml").touch()
+    with pytest.raises(ConfigError, match=r"no schema of a table at .*engine.toml \(did you mean engines.toml"):
+        table.read_schema(tmp_path / "engine.toml")
+    (tmp_path / "rows.csv").write_text("a;b\n1;2\n")
+    with pytest.raises(ConfigError, match="has ';' between its columns: save it with commas"):
+        table.read(schema, tmp_path / "rows.csv")
+
+
 def test_a_table_needs_a_task_with_a_schema(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--task SCHEMA\.toml"):
         device_data(task_spec("digits"), written(tmp_path), seed=0)

@@ -40,11 +40,11 @@ def test_class_counts() -> None:
 @pytest.mark.parametrize(("field", "label"), [("y_train", 3), ("y_val", 3), ("y_train", -1)])
 def test_labels_that_the_task_does_not_have_are_refused(field: str, label: int) -> None:
     task = TaskSpec(name="t", classes=("a", "b", "c"), input_shape=(2,), model="mlp")
-    data().require_labels_of(task)
+    data().require_samples_of(task)
     labels = getattr(data(), field)
     labels[0] = label
     with pytest.raises(ConfigError, match=rf"{label}.* found, but the task has the classes 0\.\.2"):
-        data(**{field: labels}).require_labels_of(task)
+        data(**{field: labels}).require_samples_of(task)
 
 
 @pytest.mark.parametrize("field", ["y_train", "sensitive", "y_val"])

@@ -143,7 +143,10 @@ def test_a_task_of_the_users_own_reads_its_data(tmp_path: Path, monkeypatch: pyt
     code = (tmp_path / "my_sensor.py").read_text()
     (tmp_path / "other_sensor.py").write_text(code.replace("np.zeros(3, np.int64)", "np.full(3, 2)"))
     task = msgspec.structs.replace(task, name="other_sensor:Sensor")
-    with pytest.raises(ConfigError, match="labels from 2 to 2 found"):
+    with pytest.raises(ConfigError, match=f"cannot read {tmp_path}: labels from 2 to 2 found"):
+        device_data(task, tmp_path, seed=9)
+    task = msgspec.structs.replace(task, name="my_sensor:Sensor", input_shape=(4,))
+    with pytest.raises(ConfigError, match=rf"cannot read {tmp_path}: samples of shape \(2,\) found"):
         device_data(task, tmp_path, seed=9)
 
 
@@ -151,9 +154,11 @@ def test_what_a_task_of_the_users_own_cannot_read_is_told_without_a_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "task_that_opens.py").write_text(
+        "import numpy as np\n"
         "class Mine:\n    def device_data(self, source, *, seed):\n        return source.read_bytes()\n"
+        "class Other:\n    def device_data(self, source, *, seed):\n        return np.load(source)['windows']\n"
     )
-    (tmp_path / "dev1.npz").touch()
+    np.savez(tmp_path / "dev1.npz", x=np.zeros(1))
     monkeypatch.syspath_prepend(tmp_path)
     mine = msgspec.structs.replace(WINDOWS, name="task_that_opens:Mine")
     for read in (lambda at: device_data(mine, at, seed=0), lambda at: device_inputs(mine, at)):
@@ -161,3 +166,5 @@ def test_what_a_task_of_the_users_own_cannot_read_is_told_without_a_traceback(
             read(tmp_path / "dev2.npz")
         with pytest.raises(ConfigError, match=r"cannot read .*Is a directory"):
             read(tmp_path)
+    with pytest.raises(ConfigError, match=r"cannot read .*dev1\.npz: KeyError: .*windows"):
+        device_data(msgspec.structs.replace(mine, name="task_that_opens:Other"), tmp_path / "dev1.npz", seed=0)
