@@ -72,8 +72,8 @@ def warn_of_unread(source: Path) -> None:
     """
     if unread := sorted(n for n in _paths(source) if PurePosixPath(n).suffix.lower() in OTHERS):
         log.warning(
-            "event=images_not_read source=%s n=%d first=%s reason='only .jpg and .png are read: convert the others'",
-            *(source, len(unread), unread[0]),
+            "event=images_not_read n=%d file=%s reason='only .jpg and .png are read: convert the others'",
+            *(len(unread), source / unread[0]),
         )
 
 
