@@ -166,7 +166,7 @@ class Watch:
         """The orders of each device in a round, and why others got none, as JSON values."""
         self.update()
         row = self._rounds.get(number)
-        text = "" if row is None else f"{row['asked']} orders, {row['answered']} answered, {row['late']} late"
+        text = "" if row is None else _counted(row)
         return {"round": number, "text": text, "devices": list(self.asked(number))}
 
     def asked(self, number: int, device: str | None = None) -> Iterator[dict[str, Any]]:
@@ -257,6 +257,13 @@ def _open(row: Mapping[str, Any]) -> int:
     return max(int(row["asked"]) - closed, 0)
 
 
+def _counted(row: Mapping[str, Any]) -> str:
+    """The orders of a round in words, each in one of the counts."""
+    counts = {"answered": row["answered"], "late": row["late"], "failed or declined": row["failed"], "open": _open(row)}
+    asked = "1 order" if row["asked"] == 1 else f"{row['asked']} orders"
+    return ", ".join([asked, *(f"{n} {name}" for name, n in counts.items() if n)])
+
+
 def headline(summary: Mapping[str, Any]) -> str:
     """The run's progress in one line."""
     number, rounds = summary["round"], summary["rounds"]
@@ -326,7 +333,8 @@ def _passed_over(fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield i, f"not chosen: it would take about {seconds:.3g} s, and the deadline is {deadline:.3g} s"
         else:
             how = f", at about {seconds:.3g} s" if seconds else ""
-            yield i, f"not chosen: the selection took {len(chosen)} others{how}{_estimate(fields, i)}"
+            others = "1 other" if len(chosen) == 1 else f"{len(chosen)} others"
+            yield i, f"not chosen: the selection took {others}{how}{_estimate(fields, i)}"
 
 
 def _taken(fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -21,7 +21,7 @@ from fedge.broker import LocalBroker
 from fedge.errors import ConfigError
 from tests.support.device import TASK
 from tests.support.learners import Learner, first_model, learners
-from tests.support.shop import make_shop
+from tests.support.shop import NOW, make_shop
 
 WAIT_S = 300.0
 
@@ -83,12 +83,24 @@ async def test_devices_rounds_and_reasons(
     other = next(i for i, outcome in trained.items() if outcome == "not asked")
     assert watch.why(other, 1) == [
         f"{other} was online when the run ended",
-        "round 1: not asked, not chosen: the selection took 1 others",
+        "round 1: not asked, not chosen: the selection took 1 other",
     ]
     assert watch.why("a")[1].startswith("round 3: install: answered")
     with pytest.raises(ConfigError, match="no device c was ever heard of"):
         watch.why("c")
     assert not devices[0].done.keys() & devices[1].done.keys()
+
+
+def test_the_line_above_a_round_counts_every_order(tmp_path: Path) -> None:
+    with contextlib.closing(make_shop(tmp_path)) as store:
+        store.note(Event(at=NOW, round=4, name="asked", fields={"label": "train", "devices": 5}))
+        for device, result in (("a", "done"), ("b", "declined"), ("c", "failed")):
+            told = {"label": "train", "result": result, "seconds": 1.0}
+            store.note(Event(at=NOW, round=4, name="answer", device=device, fields=told))
+        closed = {"label": "train", "reason": "late", "late": True}
+        store.note(Event(at=NOW, round=4, name="closed", device="d", fields=closed))
+        text = Watch(tmp_path, store).round(4)["text"]
+    assert text == "5 orders, 1 answered, 1 late, 2 failed or declined, 1 open"
 
 
 async def test_what_became_of_orders_that_are_no_longer_stored(
