@@ -98,7 +98,7 @@ def test_the_line_above_a_round_counts_every_order(tmp_path: Path) -> None:
             told = {"label": "train", "result": result, "seconds": 1.0}
             store.note(Event(at=NOW, round=4, name="answer", device=device, fields=told))
         closed = {"label": "train", "reason": "late", "late": True}
-        store.note(Event(at=NOW, round=4, name="closed", device="d", fields=closed))
+        store.note(Event(at=NOW, round=4, name="closed", device="d", fields=closed)).result(WAIT_S)
         text = Watch(tmp_path, store).round(4)["text"]
     assert text == "5 orders, 1 answered, 1 late, 2 failed or declined, 1 open"
 
