@@ -58,8 +58,10 @@ def make_shop(home: Path, n_devices: int = 12, **changes: Any) -> Store:
             told |= {} if k == 1 else {"accuracy": 0.2 * r + 0.02 * k}
             store.note(Event(at=NOW + 10 * r + k, round=r, name="answer", device=i, fields=told))
         late = {"label": "train", "reason": EVIL, "late": True}
-        store.note(Event(at=NOW + 10 * r + 9, round=r, name="closed", device=ids[-1], fields=late))
-        store.note(Event(at=NOW + 10 * r + 9, round=r, name="problem", device=ids[-1], fields={"reason": EVIL}))
+        store.note(Event(at=NOW + 10 * r + 9, round=r, name="closed", device=ids[-1], fields=late)).result()
+        store.note(
+            Event(at=NOW + 10 * r + 9, round=r, name="problem", device=ids[-1], fields={"reason": EVIL})
+        ).result()
         _note(store, r, "round_done", accuracy=0.2 * r, bytes_up=400_000 * r, bytes_down=2_000_000 * r)
     clusters = {str(k): [i for n, i in enumerate(ids) if n % 3 == k or n == 5] for k in range(3)}
     summary = {
