@@ -39,7 +39,7 @@ class CheckSettings(Struct, frozen=True, kw_only=True):
     allow: Annotated[str, Meta(description="Code that a .json may name, with commas: package.module:name.")] = ""
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command()
 @settings_options(CheckSettings, "check")
 @method_options
 @click.argument("devices", nargs=-1, type=click.Path(path_type=Path))

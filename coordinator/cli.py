@@ -44,7 +44,7 @@ NO_BUNDLES: Final = 6
 """The run came to its end, and no device has a bundle."""
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command()
 @settings_options(CoordinatorSettings, "coordinator")
 @method_options
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per event on standard output.")
@@ -214,7 +214,7 @@ class StatusSettings(Credentials, frozen=True, kw_only=True):
     federation: Annotated[str, Meta(description="Name of the federation, with --broker.")] | None = None
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command()
 @settings_options(StatusSettings, "status")
 @click.option("--json", "as_json", is_flag=True, help="All there is, as JSON.")
 def status(config: Path | None, as_json: bool, **flags: object) -> int:

@@ -39,7 +39,6 @@ HOME: Final = click.option(
 )
 STORE: Final = click.option("--store", help="postgresql://... of the coordinator's tables, if it keeps them there.")
 JSON: Final = click.option("--json", "as_json", is_flag=True, help="All there is, as JSON.")
-CONTEXT: Final = {"help_option_names": ["-h", "--help"]}
 
 
 def opened(home: Path, store: str | None) -> Store:
@@ -87,7 +86,7 @@ def ago(at: float | None) -> str:
     return "-" if at is None else f"{lasting(max(time.time() - at, 0))} ago"
 
 
-@click.command(context_settings=CONTEXT)
+@click.command()
 @HOME
 @STORE
 @JSON
@@ -118,7 +117,7 @@ def devices(home: Path, store: str | None, as_json: bool) -> int:
     return _show(found, as_json, columns)
 
 
-@click.command(context_settings=CONTEXT)
+@click.command()
 @HOME
 @STORE
 @JSON
@@ -150,7 +149,7 @@ def _clock(at: float) -> str:
     return datetime.fromtimestamp(at).astimezone().strftime("%Y-%m-%d %H:%M:%S")
 
 
-@click.command(context_settings=CONTEXT)
+@click.command()
 @click.argument("device")
 @click.argument("round_", metavar="[ROUND]", type=click.IntRange(0), required=False)
 @HOME
@@ -175,7 +174,7 @@ def why(device: str, round_: int | None, home: Path, store: str | None, as_json:
     return 0
 
 
-@click.command(context_settings=CONTEXT)
+@click.command()
 @HOME
 @STORE
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per event.")
@@ -233,7 +232,7 @@ def _asks(name: str, about: str, arguments: str = "") -> click.Command:
         command = click.argument("device")(command)
     codes = "Exit codes: 0, 2 no coordinator's folder or no such name, 4 the store cannot be written."
     text = f"{about}\n\n\b\nExamples:\n  fedge {name}{arguments} --home shop\n\n\b\n{codes}"
-    return click.command(name, context_settings=CONTEXT, help=text)(command)
+    return click.command(name, help=text)(command)
 
 
 retire = _asks(
@@ -284,7 +283,7 @@ class UiSettings(Struct, frozen=True, kw_only=True):
     ) = None
 
 
-@click.command(context_settings=CONTEXT)
+@click.command()
 @settings_options(UiSettings, "ui")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object with the address on standard output.")
 def ui(config: Path | None, as_json: bool, **flags: object) -> int:

@@ -22,7 +22,7 @@ from fedge.config import resolve, settings_options
 from fedge.files import require_writable
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command()
 @settings_options(DemoSettings, "demo")
 @method_options
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures to this file.")

@@ -42,7 +42,7 @@ class RelaySettings(Credentials, frozen=True, kw_only=True):
     ) = None
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command()
 @settings_options(RelaySettings, "relay")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per event on standard output.")
 def relay(config: Path | None, as_json: bool, **flags: object) -> int:

@@ -17,7 +17,7 @@ from fedge.config import resolve, settings_options
 from fedge.files import require_writable
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command()
 @settings_options(SimulationSettings, "simulate")
 @method_options
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures to this file.")
@@ -59,7 +59,7 @@ def simulate(config: Path | None, options: tuple[str, ...], json_file: Path | No
         click.echo(f"in {settings.out}: {', '.join(FILES)}, and the devices' folders with their bundles")
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command()
 @settings_options(CompareSettings, "compare")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures to this file.")
 def compare(config: Path | None, json_file: Path | None, **flags: object) -> None:

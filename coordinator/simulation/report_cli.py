@@ -29,7 +29,7 @@ from fedge.config import given
 from fedge.errors import MALFORMED, StoreError
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command()
 @click.argument("folder", metavar="RUN", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="What the run was, and its figures, as JSON.")
 def report(folder: Path, *, as_json: bool) -> None:

@@ -17,7 +17,7 @@ from fedge.errors import StoreError
 from fedge.tasks import write_share, write_task
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command()
 @settings_options(SampleSettings, "sample")
 @click.option("--json", "as_json", is_flag=True, help="The files, as JSON.")
 def sample(config: Path | None, as_json: bool, **flags: object) -> None:

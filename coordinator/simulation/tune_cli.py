@@ -18,7 +18,7 @@ from fedge.files import require_writable
 SHOWN = 5
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command()
 @settings_options(TuneSettings, "tune")
 @click.option(
     "--search",
