@@ -22,7 +22,7 @@ from coordinator.blobs import blobs_in
 from coordinator.database import Database, database, failures
 from coordinator.store import ISSUE, migrate, undeleted
 from coordinator.watch import read_summary
-from coordinator.watch_cli import CONTEXT, HOME, JSON, STORE
+from coordinator.watch_cli import HOME, JSON, STORE
 from fedge.errors import ConfigError, StoreError
 from fedge.files import BlobFolder, copy_durably, whole_folder
 from fedge.messages import Order
@@ -150,7 +150,7 @@ def _reissue(db: Database) -> None:
 _folder = click.argument("folder", type=click.Path(path_type=Path))
 
 
-@click.command(context_settings=CONTEXT)
+@click.command
 @_folder
 @HOME
 @STORE
@@ -173,7 +173,7 @@ def backup(folder: Path, home: Path, store: str | None, as_json: bool) -> int:
     return _tell("backed_up", back_up(home, store, folder), home, folder, folder, as_json)
 
 
-@click.command(context_settings=CONTEXT)
+@click.command
 @_folder
 @click.option("--home", type=click.Path(path_type=Path), required=True, help="The new home, which is not there yet.")
 @click.option("--store", help="postgresql://... to have the tables there; without: HOME/store.db.")
