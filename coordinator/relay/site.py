@@ -13,7 +13,7 @@ import contextlib
 import logging
 import shutil
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -43,6 +43,8 @@ T = TypeVar("T")
 
 LOOK_S: Final = 1.0
 """Pause between two looks at who is there on the site."""
+SETTLE_S: Final = 10.0
+"""Longest wait, when a new run begins, for the devices that were there before."""
 MARGIN: Final = 0.1
 """Share of an order's time that the relay has for itself, at most 10 s."""
 POLL_S: Final = 0.2
@@ -76,12 +78,16 @@ class SiteFleet(MqttFleet):
             return
         devices = await self._begun(number)
         if devices is None:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self.left_s / 4):
-                    await self._or_failure(self.registry.heard_of(ids))
+            await self.hear_of(ids, self.left_s / 4)
             await asyncio.to_thread(self._store.keep_only, keep)
             devices = await self._snapshot(number, self.registry.known())
         await self._take(number, devices)
+
+    async def hear_of(self, ids: Collection[str], within_s: float) -> None:
+        """Wait until each of these devices has shown a status, at most `within_s`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await self._or_failure(self.registry.heard_of(ids))
 
     def listed(self) -> tuple[SiteDevice, ...]:
         """The devices present, as the relay's status lists them."""
@@ -130,14 +136,19 @@ class Site:
     async def __aexit__(self, *error: object) -> None:
         await self._open.aclose()
 
-    async def _begin(self, run: Run) -> None:
-        """Take part in a run, and delete earlier ones."""
+    async def _begin(self, run: Run, there: Callable[[], tuple[SiteDevice, ...]] = tuple) -> None:
+        """Take part in a run, and delete earlier ones.
+
+        `there`: lists the devices that are on the site. `listed` goes on doing so until the new fleet has heard of
+        them; else the coordinator above would begin rounds without them.
+        """
+        before = {device.id for device in there()}
         await self._open.aclose()
         home = self._folder / run.id
-        self.store = self._open.enter_context(contextlib.closing(Store(home)))
-        self.fleet = SiteFleet(
+        store = self._open.enter_context(contextlib.closing(Store(home)))
+        fleet = SiteFleet(
             self._broker,
-            self.store,
+            store,
             federation=self._federation,
             run=run.id,
             task=self._task,
@@ -151,8 +162,9 @@ class Site:
         for other in self._folder.iterdir():
             if other.is_dir() and other != home:
                 shutil.rmtree(other)
-        await self._open.enter_async_context(self.fleet)
-        self._run = run
+        await self._open.enter_async_context(fleet)
+        await fleet.hear_of(before, SETTLE_S)
+        self.store, self.fleet, self._run = store, fleet, run
 
     def listed(self) -> tuple[SiteDevice, ...]:
         """The devices present."""
@@ -185,7 +197,7 @@ class Site:
         orders = msgspec.msgpack.decode(fetch(action.orders), type=SiteOrders)
         run = Run(id=order.run, seed=orders.seed, layout=orders.layout)
         if run != self._run:
-            self._in_loop(self._begin(run), stop)
+            self._in_loop(self._begin(run, self.listed), stop)
         left_s = order.left_s - min(10.0, MARGIN * order.left_s)
         self.fleet.left_s = left_s
         keep = {*orders.keep, *(ref.digest for ref in action.models)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,19 +12,23 @@ import numpy as np
 import pytest
 
 from coordinator.clustering import mctc
-from coordinator.fleet.relayed import Sum, Summed
+from coordinator.fleet.relayed import Relay, SiteOrders, Sum, Summed
 from coordinator.fleet.sites import SiteSums
 from coordinator.relay.site import Site
 from coordinator.store import Store
 from edge_agent.worker import Finished
 from fedge import codec
+from fedge.broker import LocalBroker
 from fedge.messages import BlobRef, Codec, Order
 from fedge.stopping import never
-from fedge.tasks import task_spec
-from fedge.tensors import Layout, TensorInfo, from_bytes
+from fedge.tasks import partition, pool, share_data, task_spec
+from fedge.tensors import Layout, TensorInfo, digest_of, from_bytes
 from fedge.transport import BrokerSettings
+from tests.support.agents import agents
 from tests.support.contracts import order_of
+from tests.support.federation import until
 
+SAMPLES = pool("digits", limit=60)
 LAYOUT = Layout(tensors=(TensorInfo(name="w", shape=(3,)),))
 VALUES = {"a": [1.0, 0.0, 0.0], "b": [0.0, 4.0, 0.0], "c": [0.0, 0.0, 2.0]}
 
@@ -82,3 +87,25 @@ def test_what_is_lost_is_named_and_left_out(site: Site) -> None:
     assert result.means[0] is not None
     assert from_bytes(finished.blobs[result.means[0].digest])["w"].tolist() == VALUES["a"]
     assert result.means[1] is None
+
+
+async def test_a_new_run_does_not_make_devices_disappear(one_broker: LocalBroker, tmp_path: Path) -> None:
+    """Else the coordinator above takes them for gone, and begins rounds without them."""
+    data = share_data(SAMPLES.spec, partition(SAMPLES, 1, how="dirichlet", alpha=1.0, sensitive=0.2, seed=0)[0])
+    address = BrokerSettings(one_broker.host, one_broker.port)
+    site = Site(address, "all", tmp_path / "relay", SAMPLES.spec, lambda *_: None)
+    seen: set[int] = set()
+
+    async def look() -> None:
+        while True:
+            seen.add(len(site.listed()))
+            await asyncio.sleep(0)
+
+    async with agents(one_broker, SAMPLES.spec, dict.fromkeys(("a", "b"), data), tmp_path), site:
+        await until(lambda: len(site.listed()) == 2)
+        looking = asyncio.create_task(look())
+        orders = msgspec.msgpack.encode(SiteOrders(seed=0, layout=LAYOUT, keep=(), asked=(), devices={}))
+        action = Relay(orders=BlobRef(digest=digest_of(orders), size_bytes=len(orders)), models=(), work=0.0)
+        await asyncio.to_thread(site.execute, order_of(action), lambda _: orders, stop=never, action=action)
+        looking.cancel()
+    assert seen == {2}
