@@ -437,9 +437,13 @@ class MqttFleet:
         """After a restart between two rounds, wait for the last one's devices; else the first to arrive is alone."""
         then = await asyncio.to_thread(self._store.snapshot, number - 1)
         before = {device.via or device.id for device in then or ()}
+        await self.hear_of(before, self._settled_at - asyncio.get_running_loop().time())
+
+    async def hear_of(self, ids: Collection[str], within_s: float) -> None:
+        """Wait until each of these devices has shown a status, at most `within_s`."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout_at(self._settled_at):
-                await self._or_failure(self.registry.heard_of(before))
+            async with asyncio.timeout(within_s):
+                await self._or_failure(self.registry.heard_of(ids))
 
     def devices(self) -> tuple[Device, ...]:
         """Devices of the snapshot that train."""

@@ -13,7 +13,7 @@ import contextlib
 import logging
 import shutil
 import time
-from collections.abc import Callable, Collection, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -43,8 +43,8 @@ T = TypeVar("T")
 
 LOOK_S: Final = 1.0
 """Pause between two looks at who is there on the site."""
-SETTLE_S: Final = 10.0
-"""Longest wait, when a new run begins, for the devices that were there before."""
+REPEAT_S: Final = 10.0
+"""When a new run begins, the broker has so long to repeat the statuses of the devices that were there."""
 MARGIN: Final = 0.1
 """Share of an order's time that the relay has for itself, at most 10 s."""
 POLL_S: Final = 0.2
@@ -82,12 +82,6 @@ class SiteFleet(MqttFleet):
             await asyncio.to_thread(self._store.keep_only, keep)
             devices = await self._snapshot(number, self.registry.known())
         await self._take(number, devices)
-
-    async def hear_of(self, ids: Collection[str], within_s: float) -> None:
-        """Wait until each of these devices has shown a status, at most `within_s`."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(within_s):
-                await self._or_failure(self.registry.heard_of(ids))
 
     def listed(self) -> tuple[SiteDevice, ...]:
         """The devices present, as the relay's status lists them."""
@@ -163,7 +157,7 @@ class Site:
             if other.is_dir() and other != home:
                 shutil.rmtree(other)
         await self._open.enter_async_context(fleet)
-        await fleet.hear_of(before, SETTLE_S)
+        await fleet.hear_of(before, REPEAT_S)
         self.store, self.fleet, self._run = store, fleet, run
 
     def listed(self) -> tuple[SiteDevice, ...]:
