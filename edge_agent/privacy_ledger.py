@@ -25,7 +25,7 @@ from msgspec import Struct
 from edge_agent.device import FailedError
 from fedge.egress import PRIVACY_LEDGER
 from fedge.errors import DamagedError
-from fedge.files import write_atomically
+from fedge.files import read_lasting, write_atomically
 from fedge.steps.train_dp import Privacy
 
 ORDERS: Final = (*range(2, 33), 40, 48, 64, 96, 128, 192, 256)
@@ -62,10 +62,10 @@ class Ledger:
         """
         self._path = home / PRIVACY_LEDGER
         try:
-            self.charges = _charges.decode(self._path.read_bytes()) if self._path.exists() else []
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+            self.charges = read_lasting(self._path, _charges.decode) or []
+        except DamagedError as error:
             raise DamagedError(
-                f"{self._path} cannot be read ({error}): what these samples have spent is not known any more; "
+                f"{error}: what these samples have spent is not known any more; "
                 "restore the file, or give the agent new samples and a new --home"
             ) from error
 

@@ -12,6 +12,7 @@ The owner's file (HOME/egress.toml, or another one) names a preset, and further 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +24,21 @@ from msgspec import Meta, Struct
 from fedge.config import resolve, section_of
 from fedge.errors import ConfigError, ProtocolError, TransportError
 from fedge.ledger import Ledger
-from fedge.messages import Capabilities, Context, Health, Outcome, Quality, Report, Status, Want, blobs_of, decode
+from fedge.messages import (
+    Capabilities,
+    Context,
+    Health,
+    Outcome,
+    Quality,
+    Report,
+    Status,
+    Want,
+    blobs_of,
+    decode,
+    encode,
+)
 from fedge.sealed import unsealed
-from fedge.step import Action, Reveals, fields_of, read_result
+from fedge.step import Action, Reveals, body_of, fields_of, read_result
 from fedge.text import nearest
 from fedge.topics import ROOT, Topics
 
@@ -166,7 +179,7 @@ def rules_of(home: Path | None, own: Path | None, config: Path | None) -> Rules:
         raise ConfigError(
             f"[egress] belongs into a file of the owner's own, HOME/{FILE} or --egress, not into {config}"
         )
-    if own is None and home is not None and (home / FILE).exists():
+    if own is None and home is not None and os.path.lexists(home / FILE):  # a link to nowhere is no permission
         own = home / FILE
     settings = resolve(EgressSettings, "egress", own, {})
     allow, forbid = _kinds("allow", settings.allow), _kinds("forbid", settings.forbid)
@@ -264,9 +277,11 @@ class Door:
     def _look(self, topic: str, payload: bytes) -> Seen:
         leaf, *rest = self._topics.parts(topic)[2:] or ("",)
         if leaf in MESSAGES:
-            message: Any = decode(unsealed(payload), MESSAGES[leaf])
-            if isinstance(message, Report) and message.outcome is Outcome.DONE:
-                return self._result(message)
+            data = unsealed(payload)
+            message: Any = decode(data, MESSAGES[leaf])
+            _require_same(encode(message), data)
+            if isinstance(message, Report):
+                return self._report(message)
             return Seen(leaf, getattr(message, "order_id", ""), frozenset(kinds_in(message)))
         if (leaf == "renewal" and payload.startswith(REQUEST)) or (leaf == "certificate" and not payload):
             return Seen(leaf, "", frozenset())
@@ -276,15 +291,32 @@ class Door:
             return Seen("predictions", "", frozenset({Reveals.ANSWERS}))
         raise TransportError(f"held back: nothing that a device sends goes to {topic}")
 
-    def _result(self, report: Report) -> Seen:
-        """A report's result and the tensors that it names."""
+    def _report(self, report: Report) -> Seen:
+        """A report, with its result and the tensors that it names; a refusal has neither."""
+        if report.outcome is not Outcome.DONE:
+            if report.body or report.blobs:
+                raise ProtocolError("unexpected-field", "a refusal carries nothing")
+            return Seen("reports", report.order_id, frozenset(kinds_in(report)))
         action = self._action_of(report.order_id)
         if action is None:
             raise ProtocolError("unknown-order", f"no open order is called {report.order_id}")
         about, told, result = f"{action.STEP} {report.order_id}", action.reveals(), read_result(report, action)
+        _require_same(body_of(result), report.body)
+        if report.blobs != tuple(blobs_of(result)):
+            raise ProtocolError("unexpected-field", "a blob that the result does not name")
         blobs = tuple(
             (ref.digest, Seen("blobs", about, frozenset({kind})))
             for name, kind in told.items()
             for ref in blobs_of(getattr(result, name))
         )
         return Seen("reports", about, frozenset({*kinds_in(report), *kinds_in(result, told)}), blobs)
+
+
+def _require_same(read: bytes, sent: bytes) -> None:
+    """Check that a message holds nothing beyond what was read of it; 1 and 1.0 are the same.
+
+    Raises:
+        ProtocolError: it has a field that no rule covers, and that receivers ignore.
+    """
+    if msgspec.msgpack.decode(read) != msgspec.msgpack.decode(sent):
+        raise ProtocolError("unexpected-field", "a field that the message does not have")

@@ -68,7 +68,7 @@ def test_the_book_outlives_its_reader(tmp_path: Path) -> None:
     assert 0 < one < both < book.spent(DELTA, planned=charge())
 
 
-@pytest.mark.parametrize("damage", [b"", b"[", b"[{}]", b"\xff"])
+@pytest.mark.parametrize("damage", [b"", b"[", b"[{}]", b"\xff", b'[{"x": ' + b"[" * 100_000])
 def test_a_damaged_book_ends_all_spending(tmp_path: Path, damage: bytes) -> None:
     (tmp_path / PRIVACY_LEDGER).write_bytes(damage)
     with pytest.raises(StoreError, match="not known any more"):

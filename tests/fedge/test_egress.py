@@ -28,6 +28,7 @@ from fedge.messages import (
     Capabilities,
     Context,
     Health,
+    Outcome,
     Phase,
     Presence,
     Quality,
@@ -101,6 +102,13 @@ def test_a_wrong_file_is_refused(tmp_path: Path, text: str, says: str) -> None:
 def test_a_file_that_is_named_must_be_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read"):
         rules_of(tmp_path, tmp_path / "mine.toml", None)
+
+
+def test_a_file_that_a_link_leads_to_must_be_there(tmp_path: Path) -> None:
+    """The owner has rules, on a disk that is not mounted: they are not those of no file."""
+    (tmp_path / FILE).symlink_to(tmp_path / "unmounted" / FILE)
+    with pytest.raises(ConfigError, match="cannot read"):
+        rules_of(tmp_path, None, None)
 
 
 def test_rules_in_the_configuration_of_the_process_are_refused_and_not_passed_over(tmp_path: Path) -> None:
@@ -263,6 +271,43 @@ def test_what_no_device_sends_stays(tmp_path: Path, topic: str, payload: bytes) 
     with pytest.raises(TransportError, match="held back"):
         door(tmp_path)(topic, payload)
     assert lines(tmp_path) == []
+
+
+def with_field(message: Any, name: str, value: object) -> bytes:
+    version, fields = msgspec.msgpack.decode(encode(message))
+    return msgspec.msgpack.encode((version, fields | {name: value}))
+
+
+def test_fields_that_no_message_has_stay(tmp_path: Path) -> None:
+    """Receivers ignore them, so nobody would notice."""
+    it = door(tmp_path)
+    status = Status(device_id="d", incarnation="1", presence=Presence.ONLINE)
+    with pytest.raises(TransportError, match="held back"):
+        it(TOPICS.agent("d", "status"), with_field(status, "diary", "dear diary"))
+    more = msgspec.msgpack.encode(msgspec.to_builtins(TRAINED) | {"diary": [1.0, 2.0]})
+    report = report_of(order_of(TRAIN), TRAINED, 2.0)
+    with pytest.raises(TransportError, match="held back"):
+        through(it, "reports", msgspec.structs.replace(report, body=more))
+    with pytest.raises(TransportError, match="held back"):
+        through(it, "reports", msgspec.structs.replace(report, blobs=(*report.blobs, REF)))
+    assert lines(tmp_path) == []
+
+
+def test_a_refusal_carries_nothing(tmp_path: Path) -> None:
+    it = door(tmp_path)
+    refusal = Report(order_id="o", device_id="d", outcome=Outcome.FAILED)
+    for carries in ({"body": b"dear diary"}, {"blobs": (REF,)}):
+        with pytest.raises(TransportError, match="held back"):
+            through(it, "reports", msgspec.structs.replace(refusal, **carries))
+    assert lines(tmp_path) == []
+
+
+def test_whole_numbers_in_place_of_others_may_leave(tmp_path: Path) -> None:
+    it = door(tmp_path)
+    through(it, "context", Context(device_id="d", load=1))
+    through(it, "reports", report_of(order_of(TRAIN), msgspec.structs.replace(TRAINED, loss_before=2), 2.0))
+    it.close()
+    assert len(lines(tmp_path)) == 2
 
 
 def test_a_report_of_no_open_order_stays_but_a_refusal_may_leave(tmp_path: Path) -> None:
