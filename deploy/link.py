@@ -33,7 +33,7 @@ from deploy.slots import Slots, newest_in_inbox
 from deploy.trust import MAX_METADATA_BYTES, Trust
 from fedge.bundle import MANIFEST, Manifest, read
 from fedge.bundle import decode as decode_manifest
-from fedge.egress import Rules, WithheldError
+from fedge.egress import Rules, WithheldError, without_figures
 from fedge.errors import ConfigError, FedgeError, ProtocolError, StoreError, TransportError, UpdateRejected
 from fedge.files import BlobFolder, read_kept, versions_in, write_atomically
 from fedge.identity import Role, Subject
@@ -661,7 +661,7 @@ class Link:
             self._unsaid.clear()
             if self._health is not None:
                 try:
-                    health = self._rules.stripped(self._health)
+                    health = without_figures(self._rules, self._home).stripped(self._health)
                     await self._transport.publish(topic, self._signed.seal(topic, encode(health)), retain=True)
                 except WithheldError:
                     log.info("event=withheld topic=%s", topic)

@@ -34,7 +34,7 @@ from fedge.background import INTERRUPTED, first_failure, on_signal
 from fedge.bundle import read
 from fedge.config import NAME, Name, Secret, resolve, settings_options
 from fedge.credentials import Credentials
-from fedge.egress import Door, Rules, rules_of, without_figures
+from fedge.egress import Door, Rules, rules_of
 from fedge.errors import ConfigError, StoreError, TransportError
 from fedge.https import server_tls
 from fedge.logs import bind
@@ -126,8 +126,6 @@ def serve(folders: tuple[str, ...], config: Path | None, as_json: bool, **flags:
     settings = resolve(ServeSettings, "serve", config, flags)
     bind(federation=settings.federation, device=settings.id)
     rules = rules_of(settings.home, settings.egress, config)
-    if settings.home is not None:
-        rules = without_figures(rules, settings.home)
     if settings.home is None and not folders:
         raise ConfigError("name the bundles to serve, or give --home with the folder of a device")
     if settings.home is not None and not settings.home.is_dir():

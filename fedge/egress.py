@@ -165,7 +165,7 @@ def without_figures(rules: Rules, home: Path) -> Rules:
 
     The outcome of a rollout still leaves if the owner allows it: the one bit described in docs/privacy.md.
     """
-    private = (home / PRIVACY_LEDGER).exists()
+    private = os.path.lexists(home / PRIVACY_LEDGER)
     return Rules(rules.allowed - {Reveals.LOSS, Reveals.USE, Reveals.TEXT}) if private else rules
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
@@ -153,7 +154,7 @@ def sensitive_flags(folder: Path, images: Sequence[str]) -> NDArray[np.bool_]:
         ConfigError: it lists an image that does not exist, or is not text.
     """
     file = folder / SENSITIVE_FILE
-    if not file.exists():
+    if not os.path.lexists(file):  # a link to nowhere: the marks are somewhere else
         return np.zeros(len(images), dtype=np.bool_)
     try:
         lines = file.read_text(encoding="utf-8").splitlines()

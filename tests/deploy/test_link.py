@@ -35,6 +35,7 @@ from deploy.link import (
 )
 from deploy.slots import Slots
 from deploy.trust import MAX_METADATA_BYTES, install_root
+from fedge.egress import PRIVACY_LEDGER
 from fedge.errors import StoreError, UpdateRejected
 from fedge.messages import Announcement, BlobRef, Health, Phase, Quality, Rollout, RolloutState, decode, encode
 from fedge.tensors import digest_of
@@ -411,6 +412,30 @@ async def test_what_a_foreign_key_announced_is_said_in_its_health(home):
     said = decode(transport.published[-1], Health)
     assert (said.phase, said.release) == (Phase.SERVING, 1)
     assert said.reason.startswith("announcement refused: forged")
+
+
+async def test_it_tells_no_figures_from_the_first_training_with_differential_privacy_on(home, monkeypatch):
+    """Whether agent and runtime started together or not."""
+    monkeypatch.setattr("deploy.link.HEALTH_S", 0.05)
+    slots, transport = Slots(home), Unheard()
+    answering = Answering(slots, Limits())
+    answering.n_predictions = 7
+    link = Link("pi", "test", home, slots, answering)
+    await link.attach(transport)
+    running = asyncio.gather(link.follow(), link.report())
+
+    async def told(n_predictions):
+        while not transport.published or decode(transport.published[-1], Health).n_predictions != n_predictions:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+    try:
+        async with asyncio.timeout(60):
+            await told(7)
+            (home / PRIVACY_LEDGER).write_text("[]")
+            await told(0)
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
 
 
 async def test_without_a_root_of_trust_it_says_what_is_missing_and_takes_nothing_back(home):

@@ -81,6 +81,12 @@ def test_marks(folder: Path) -> None:
         images.sensitive_flags(folder, NAMES)
 
 
+def test_marks_behind_a_link_to_nowhere_are_not_none(folder: Path) -> None:
+    (folder / "sensitive.txt").symlink_to(folder / "unmounted" / "sensitive.txt")
+    with pytest.raises(ConfigError, match="must name an image a line"):
+        images.sensitive_flags(folder, NAMES)
+
+
 def test_split(folder: Path) -> None:
     assert images.split_numbers(folder, NAMES) is None
     (folder / "split.json").write_text(json.dumps({"val": ["dog/1.jpeg"], "test": ["cat/1.png"]}))
