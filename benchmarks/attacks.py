@@ -48,9 +48,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.aggregation import rules
-from coordinator.fleet import simulated
 from coordinator.methods import Server, make
 from coordinator.protection import Rule
+from coordinator.simulation import rounds
 from coordinator.simulation.evaluation import Evaluation
 from coordinator.simulation.federation import Federation, deal, gather
 from coordinator.simulation.settings import Hardware, Scenario
@@ -225,7 +225,7 @@ def run(case: Case, home: Path) -> dict[str, Any]:
     method = make(case.method, scenario.for_method(case.seed, {}), Server(federation.task, federation.server_data))
     fleet, first, workers = gather(federation, scenario, case.seed, home, execute)
     state = method.init(federation.layout, first)
-    state = asyncio.run(simulated.run(method, state, fleet))
+    state = asyncio.run(rounds.run(method, state, fleet))
     final = Evaluation(federation, workers, ids).finally_(method, state, fleet)
     suspected = {offence.device_id for offence in fleet.offences.values()}
     return {

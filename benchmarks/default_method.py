@@ -50,6 +50,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar, TypeVar
+from unittest.mock import patch
 
 import msgspec
 import numpy as np
@@ -69,7 +70,7 @@ from fedge.steps.fit_candidates import CandidatesFitted, FitCandidates
 from fedge.steps.fit_energy import EnergyFitted
 from fedge.steps.fit_gate import FitGate
 from fedge.steps.fit_weights import Calibration
-from fedge.tasks import DeviceData
+from fedge.tasks import DeviceData, share_data
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # methods are named by path: benchmarks.default_method:NoGuard
 from benchmarks.steps.ablated_candidates import FitAblatedCandidates
@@ -511,12 +512,8 @@ def on_all(own: DeviceData) -> DeviceData:
 @contextmanager
 def changed(change: Callable[[DeviceData], DeviceData]) -> Iterator[None]:
     """Within it the devices of a simulation in this process have other data."""
-    before = federation.share_data
-    federation.share_data = lambda task, share: change(before(task, share))
-    try:
+    with patch.object(federation, "share_data", lambda task, share: change(share_data(task, share))):
         yield
-    finally:
-        federation.share_data = before
 
 
 def row(name: str, found: Comparison, table: str) -> str:

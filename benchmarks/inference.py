@@ -30,6 +30,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
@@ -134,7 +135,7 @@ class Subject:
         """The skeleton with all numbers inside: what a bundle would be without parts."""
         path.write_bytes(filled(read(self.folder)).SerializeToString())
 
-    def eager(self) -> Callable[[np.ndarray], object]:
+    def eager(self) -> Callable[[np.ndarray], Any]:
         """The formula of the mixture in torch, as one would write it."""
         modules = []
         for model in self.models:
@@ -206,7 +207,7 @@ def latencies(subject: Subject, batch: int, rounds: int) -> dict[str, object]:
     """Median and p99 of every variant, and its ratio to the floor and to the fused graph."""
     runtime, apart = (deploy.load(subject.folder, engine=engine) for engine in ("fused", "separate"))
     x = np.random.default_rng(0).random((batch, *subject.task.input_shape), dtype=np.float32)
-    graph, separate = runtime._run, apart._run  # noqa: SLF001 - the engines alone, without preprocessing
+    graph, separate = runtime._engine.run, apart._engine.run  # noqa: SLF001 - the engines alone, without preprocessing
     floor, eager = subject.floor(), subject.eager()
     variants: dict[str, Callable[[], object]] = {
         "floor": lambda: floor(x),
@@ -287,7 +288,7 @@ def skeleton_against_file(subject: Subject, times: int, rounds: int) -> dict[str
             )
             for _ in range(times)
         ]
-        whole, parts = session(file.read_bytes()), deploy.load(subject.folder)._run  # noqa: SLF001 - without preprocessing
+        whole, parts = session(file.read_bytes()), deploy.load(subject.folder)._engine.run  # noqa: SLF001 - without preprocessing
     x = np.random.default_rng(1).random((8, *subject.task.input_shape), dtype=np.float32)
     difference = float(np.abs(whole.run(None, {INPUT: x})[0] - parts(x)[0]).max())
     one = x[:1]
@@ -347,7 +348,7 @@ def profile(subject: Subject, batch: int, runs: int = 200) -> dict[str, object]:
     runtime = deploy.load(subject.folder)
     x = np.random.default_rng(0).random((batch, *subject.task.input_shape), dtype=np.float32)
     raw = x.astype(np.float64)
-    graph = runtime._run  # noqa: SLF001
+    graph = runtime._engine.run  # noqa: SLF001
     inputs = apply(subject.task, raw)
     whole = median(call_times(lambda: runtime.predict(raw), runs))
     prepared = median(call_times(lambda: apply(subject.task, runtime.as_batch(raw)), runs))

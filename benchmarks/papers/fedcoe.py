@@ -54,7 +54,7 @@ from numpy.typing import NDArray
 from coordinator.aggregation import correlation
 from coordinator.fleet import Answer
 from coordinator.fleet.simulated import SimulatedFleet
-from coordinator.methods import MethodSettings, Server, State, make
+from coordinator.methods import MethodSettings, Server, make
 from coordinator.methods.fedcoe import FedCoE, FedCoEState, Preset
 from coordinator.server_data import ServerData
 from edge_agent.worker import Worker
@@ -323,7 +323,7 @@ class Trial:
         """D_s alone: 30 epochs on the server data."""
         return self.server.pretrained(self.first, [0] * 10, 1, epochs=30, sgd=self.sgd, seed=self.seed)[0]
 
-    async def run(self, name: str, start: Model, options: dict[str, Any]) -> tuple[Any, State, Fleet]:
+    async def run(self, name: str, start: Model, options: dict[str, Any]) -> tuple[Any, Any, Fleet]:
         """All rounds of training, without the installation at the end."""
         none = np.zeros((0, *self.task.input_shape), np.float32), np.zeros(0, np.int64)
         workers = {}

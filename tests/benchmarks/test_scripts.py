@@ -43,6 +43,23 @@ class Script(NamedTuple):
 ONE_RUN = ("--seeds", "0", "--rounds", "8", "--jobs", "1", "--out", "out")
 QUICK = ("--quick", "--jobs", "1", "--out", "out")
 SCRIPTS = {
+    "attacks.py": Script(
+        (
+            "--out",
+            "out",
+            "--methods",
+            "fedavg",
+            "--rules",
+            "clipped",
+            "--attacks",
+            "x10",
+            "--shares",
+            "0.2",
+            "--alphas",
+            "0.5",
+        ),
+        ("fedavg", "clipped", "x10", "accuracy", "hostile"),
+    ),
     "checks.py": Script(
         ("--numbers", "70000", "--updates", "4", "--repetitions", "1"),
         ("int8+zstd", "thread", "processes", "reports_s"),
@@ -99,7 +116,6 @@ SCRIPTS = {
 LONG = (
     "aggregation.py",
     "at_rest.py",
-    "attacks.py",
     "deep.py",
     "deeper.py",
     "engines.py",
