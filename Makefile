@@ -52,7 +52,7 @@ fuzz: $(BIN)/fedge  ## search for bytes that a decoder cannot take: MINUTES=60 S
 tuf-conformance: $(BIN)/fedge  ## the suite of TUF's own project against our client of signed repositories
 	[ -d $(VENV)/tuf-conformance ] || git clone --quiet $(TUF_CONFORMANCE) $(VENV)/tuf-conformance
 	git -C $(VENV)/tuf-conformance checkout --quiet $(TUF_CONFORMANCE_COMMIT)
-	cd $(VENV)/tuf-conformance && $(CURDIR)/$(BIN)/python -m pytest -c pyproject.toml tuf_conformance --entrypoint $(CURDIR)/tests/deploy/tuf_client.sh
+	cd $(VENV)/tuf-conformance && $(CURDIR)/$(BIN)/python -m pytest -c pyproject.toml tuf_conformance --entrypoint=$(CURDIR)/tests/deploy/tuf_client.sh
 
 lint: $(BIN)/fedge  ## ruff, the formatter, mypy and the import contracts
 	$(BIN)/ruff check .

@@ -295,7 +295,7 @@ class Door:
         """A report, with its result and the tensors that it names; a refusal has neither."""
         if report.outcome is not Outcome.DONE:
             if report.body or report.blobs:
-                raise ProtocolError("unexpected-field", "a refusal carries nothing")
+                raise ProtocolError("malformed", "a refusal carries nothing")
             return Seen("reports", report.order_id, frozenset(kinds_in(report)))
         action = self._action_of(report.order_id)
         if action is None:
@@ -303,7 +303,7 @@ class Door:
         about, told, result = f"{action.STEP} {report.order_id}", action.reveals(), read_result(report, action)
         _require_same(body_of(result), report.body)
         if report.blobs != tuple(blobs_of(result)):
-            raise ProtocolError("unexpected-field", "a blob that the result does not name")
+            raise ProtocolError("malformed", "a blob that the result does not name")
         blobs = tuple(
             (ref.digest, Seen("blobs", about, frozenset({kind})))
             for name, kind in told.items()
@@ -319,4 +319,4 @@ def _require_same(read: bytes, sent: bytes) -> None:
         ProtocolError: it has a field that no rule covers, and that receivers ignore.
     """
     if msgspec.msgpack.decode(read) != msgspec.msgpack.decode(sent):
-        raise ProtocolError("unexpected-field", "a field that the message does not have")
+        raise ProtocolError("malformed", "a field that the message does not have")
