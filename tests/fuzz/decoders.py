@@ -33,17 +33,19 @@ from deploy.slots import Slots, state_of
 from deploy.trust import Trust, install_root
 from edge_agent import sparsity
 from edge_agent.outbox import Outbox
+from edge_agent.privacy_ledger import Ledger
 from edge_agent.settings import AgentSettings
 from edge_agent.steps import describe_labels
 from fedge import bundle, codec, messages, onnx_wire
 from fedge.certificates import new_key, read_request
 from fedge.config import resolve
-from fedge.egress import FILE, rules_of
+from fedge.egress import FILE, PRIVACY_LEDGER, rules_of
 from fedge.errors import FedgeError, ProtocolError
 from fedge.files import BlobFolder, highest_release, read_lasting
 from fedge.identity import Role
 from fedge.images import sensitive_flags, split_numbers
 from fedge.kit import Kit, seal, unseal
+from fedge.masking import read_roster, write_roster
 from fedge.messages import Announcement, BlobRef, Codec, Order, Outcome, Report, Rollout, RolloutState
 from fedge.sealed import Envelope, Signed
 from fedge.step import body_of, installed_steps, read_action, read_result
@@ -160,6 +162,24 @@ def blob(data: bytes) -> None:
     assert np.isfinite(found.params).all()
     assert np.isfinite(found.buffers).all()
     assert np.allclose(codec.check(payload, kind, LAYOUT), codec.norms_of(found), rtol=1e-4, atol=1e-18)
+
+
+def difference(data: bytes) -> None:
+    """What leads from one model to the next: tensors like those of the first."""
+    number, payload = chosen(data, 2)
+    base = {
+        info.name: np.zeros(info.shape, np.int64 if info.kind == "counter" else np.float32) for info in LAYOUT.tensors
+    }
+    found = codec.moved(base, zstandard.ZstdCompressor().compress(payload) if number else payload)
+    assert {name: (a.shape, a.dtype) for name, a in found.items()} == {n: (a.shape, a.dtype) for n, a in base.items()}
+
+
+def cohort(data: bytes) -> None:
+    """Who makes a masked sum: what was read is the same again, and each device is a neighbour of its neighbours."""
+    found = read_roster(data)
+    assert read_roster(write_roster(found.members)).members == found.members
+    for k in range(len(found.members)):
+        assert all(k in found.neighbours(peer) for peer in found.neighbours(k))
 
 
 def transfer(data: bytes) -> None:
@@ -344,7 +364,8 @@ def _speakers() -> tuple[Signed, Signed]:
 def state(data: bytes) -> None:
     """Files that a device or a coordinator wrote itself, on a disk that has changed them."""
     home = folder() / "state"
-    for name in ("slots.json", "outcome.json", "noise.json", "rollout/state.json", "outbox/acked", "outbox/orders/o"):
+    outbox = ("outbox/acked", "outbox/orders/o")
+    for name in ("slots.json", "outcome.json", "noise.json", "rollout/state.json", PRIVACY_LEDGER, *outbox):
         written(f"state/{name}", data)
     written("state/outbox/version", b"2")
     written("state/outbox/reports/o", data)
@@ -356,6 +377,7 @@ def state(data: bytes) -> None:
         lambda: Folder(home).read(),
         lambda: read_lasting(home / "noise.json", msgspec.json.Decoder(sparsity.Noise).decode),
         lambda: read_lasting(home / "noise.json", msgspec.json.Decoder(describe_labels.Told).decode),
+        lambda: Ledger(home),
         lambda: Outbox(home / "outbox").close(),
     )
 
@@ -431,7 +453,7 @@ def _serving() -> tuple[asyncio.AbstractEventLoop, tuple[str, int]]:
 _open: list[contextlib.AsyncExitStack] = []
 
 ALL: Final = (
-    *(message, step, safetensors, blob, transfer, record),
+    *(message, step, safetensors, blob, difference, cohort, transfer, record),
     *(npz, config, manifest, graph, metadata, credentials, sealed, state, owner),
     *(request, http),
 )
