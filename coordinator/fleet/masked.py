@@ -224,7 +224,7 @@ class MaskedFleet(FleetAround):
             members = [member(i, keys[i]) for i in cohort]
             file = write_roster(members)
             alike = self._weights == "equal" and cluster >= 0
-            heaviest = 1 if alike else max(n_samples[i] for i in cohort)
+            heaviest = 1 if alike else max(1, *(n_samples[i] for i in cohort))  # 0 where owners withhold it
             groups.append(
                 Group(
                     roster=read_roster(file),

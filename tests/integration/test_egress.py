@@ -18,6 +18,7 @@ import zstandard
 
 from coordinator.fleet.simulated import SimulatedFleet
 from coordinator.methods import MethodSettings, Server, installed_methods, make
+from coordinator.protection import Protection
 from coordinator.service import CoordinatorSettings, serve
 from coordinator.simulation.rounds import run
 from coordinator.store import Store
@@ -80,6 +81,26 @@ def test_a_run_ends_without_what_owners_withhold_and_every_device_has_a_bundle(
     end = asyncio.run(run(made, made.init(layout, fleet.put(unflatten(first, layout))), fleet))
     assert set(end.installed) == set(workers)
     assert all((tmp_path / i / "bundles" / str(done.release)).is_dir() for i, done in end.installed.items())
+
+
+@pytest.mark.parametrize("who", [("d1",), ("d0", "d1", "d2", "d3", "d4")])
+def test_a_masked_sum_is_of_devices_that_tell_no_number_of_samples_too(
+    who: tuple[str, ...], samples: Pool, tmp_path: Path
+) -> None:
+    layout, first = models.initial(samples.spec, 1)
+    shares = partition(samples, 5, how="groups", alpha=1.0, sensitive=0.2, seed=1, n_groups=2)
+    workers = {
+        f"d{i}": Worker(f"d{i}", samples.spec, share_data(samples.spec, share), tmp_path / f"d{i}")
+        for i, share in enumerate(shares)
+    }
+    silent = Rules(PRESETS["default"] - {Reveals.COUNT})
+    fleet = SimulatedFleet(samples.spec, layout, workers, seed=1, rules=dict.fromkeys(who, silent))
+    masked = Protection(average="mean", masking=True)
+    made = make("fedavg", MethodSettings(rounds=1, sgd=Sgd(steps=1), protection=masked), Server(samples.spec, None))
+    begin = fleet.put(unflatten(first, layout))
+    end = asyncio.run(run(made, made.init(layout, begin), fleet))
+    assert end.model != begin
+    assert set(end.installed) == set(workers)
 
 
 # ---------------------------------------------------------------------------------------------- canaries on the wire
