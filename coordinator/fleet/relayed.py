@@ -40,6 +40,8 @@ MAX_MODELS: Final = 256
 """Models that an order to a relay may name: more references do not fit into a message."""
 MAX_SUMS: Final = 256
 """Sums in one request to a relay: the clusters of a method, and all devices."""
+ROUNDED: Final = 1.001
+"""By so much a mean may be longer than its updates allow: both are float32."""
 HEAD: Final = b"fedge: an update that lies on a site\n"
 """Start of a file that stands in for an update; no tensors start so."""
 MAX_STAND_IN_BYTES: Final = 1024
@@ -337,14 +339,21 @@ class RelayFleet(FleetAround):
         found: list[SiteMean] = []
         for via, answer in sorted(answers.items()):
             try:
-                found += self._summed(via, asked_for[via], answer, note)
+                norms = {self._name(i): held[i].norms for i in of_site[via]}
+                found += self._summed(via, asked_for[via], norms, answer, note)
             except ProtocolError as error:
                 self._refuse(via, error)
         return found
 
     def _summed(
-        self, via: str, wanted: SiteSums, answer: Answer, note: Callable[[str, NDArray[Any]], None]
+        self,
+        via: str,
+        wanted: SiteSums,
+        norms: Mapping[str, Norms],
+        answer: Answer,
+        note: Callable[[str, NDArray[Any]], None],
     ) -> list[SiteMean]:
+        """What a site answered; its means are no longer than the updates that it told of (triangle inequality)."""
         result = answer.result
         if not isinstance(result, Summed) or len(result.means) != len(wanted.sums):
             raise ProtocolError("no-sum", f"the updates of {len(wanted.updates)} devices are missed: {result}")
@@ -352,9 +361,12 @@ class RelayFleet(FleetAround):
             log.warning("event=updates_lost relay=%s devices=%s", via, ",".join(result.missing))
         found = []
         for k, (ref, own) in enumerate(zip(result.means, wanted.sums, strict=True)):
-            weight = sum(wanted.weights[i] for i in own if i not in result.missing)
-            if ref is not None and weight:
-                codec.check(self.get_bytes(ref), ref.codec, wanted.layout)
+            of = {i: wanted.weights[i] for i in own if i not in result.missing}
+            if ref is not None and (weight := sum(of.values())):
+                longest = [sum(w * own[i][part] * norms[i][part] for i, w in of.items()) / weight for part in range(2)]
+                lengths = codec.check(self.get_bytes(ref), ref.codec, wanted.layout)
+                fits = all(length <= ROUNDED * most for length, most in zip(lengths, longest, strict=True))
+                require(fits, f"a mean of norms {lengths}, of updates that allow {longest}")
                 found.append(SiteMean(k, self._fleet.get(ref, wanted.layout), weight))
         if result.directions is not None:
             d = wanted.layout.n_params

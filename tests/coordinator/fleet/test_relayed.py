@@ -105,12 +105,12 @@ async def test_updates_stay_on_the_site_and_their_means_come(tmp_path: Path) -> 
     below = Below(tmp_path)
     train = Train(starts=(Start(model=below.first),), sgd=Sgd(steps=1), codec=Codec.FLOAT32, measure=False)
     there = BlobRef(digest="ab" * 32, size_bytes=5000)
-    told = {f"d{k}": done(Trained(update=there, n_samples=10 + k), norms=(3.0, 0.0)) for k in range(2)}
+    told = {f"d{k}": done(Trained(update=there, n_samples=10 + k), norms=(300.0, 0.0)) for k in range(2)}
     below.answers = [Relayed(answers=below.file(told)), Summed(means=(below.update(2.0), None), missing=("d1",))]
     fleet = below.above()
     answers = await fleet.run("train", dict.fromkeys(("s.d0", "s.d1"), train))
     updates = {i: a.result.update for i, a in answers.items() if isinstance(a.result, Trained)}
-    assert fleet.norms(updates["s.d0"], below.layout) == (3.0, 0.0)
+    assert fleet.norms(updates["s.d0"], below.layout) == (300.0, 0.0)
     with pytest.raises(ConfigError, match="needs single updates, and those of s stay"):
         fleet.get(updates["s.d0"], below.layout)
 
@@ -133,6 +133,22 @@ async def test_updates_stay_on_the_site_and_their_means_come(tmp_path: Path) -> 
     assert isinstance(below.asked[-1], Relay)
     orders = msgspec.msgpack.decode(below.get_bytes(below.asked[-1].orders), type=SiteOrders)
     assert orders.keep == (there.digest,)
+
+
+async def test_a_mean_longer_than_the_updates_that_a_relay_told_of_does_not_count(tmp_path: Path) -> None:
+    """Averages are bounded by what updates are said to be: a relay must not say one thing and send another."""
+    below = Below(tmp_path)
+    train = Train(starts=(Start(model=below.first),), sgd=Sgd(steps=1), codec=Codec.FLOAT32, measure=False)
+    there = BlobRef(digest="ab" * 32, size_bytes=5000)
+    told = {f"d{k}": done(Trained(update=there, n_samples=10), norms=(1.0, 0.0)) for k in range(2)}
+    below.answers = [Relayed(answers=below.file(told)), *(Summed(means=(below.update(v),)) for v in (0.001, 1e6))]
+    fleet = below.above()
+    answers = await fleet.run("train", dict.fromkeys(("s.d0", "s.d1"), train))
+    held = fleet.held({i: a.result.update for i, a in answers.items() if isinstance(a.result, Trained)})
+    whole = dict.fromkeys(held, (1.0, 1.0))
+    weights = dict.fromkeys(held, 10.0)
+    assert len(await fleet.means(held, weights, [whole], below.layout, ignore)) == 1
+    assert await fleet.means(held, weights, [whole], below.layout, ignore) == []
 
 
 async def test_what_is_taken_one_by_one_is_refused(tmp_path: Path) -> None:
