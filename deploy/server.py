@@ -31,8 +31,11 @@ log = logging.getLogger("fedge.deploy")
 MAX_BODY_BYTES: Final = 8 << 20
 """A batch of 13 pictures of 224 x 224 in colour as FP32."""
 MAX_CONNECTIONS: Final = 64
-MAX_HEALTH_CONNECTIONS: Final = 8
-"""Additional places for health checks when all others are taken."""
+BACKLOG: Final = 128
+"""Connections that wait to be accepted, and that are accepted at a time before any of them is read."""
+MAX_HEALTH_CONNECTIONS: Final = BACKLOG
+"""Additional places for health checks when all others are taken; the oldest makes way for a new one. With fewer, those
+that come at the same time as a check would push it out."""
 HEAD_TIMEOUT_S: Final = 5.0
 """Time limit for the head of the first request."""
 HEALTH_TIMEOUT_S: Final = 1.0
@@ -74,7 +77,7 @@ class Server:
         self._tls = tls
         self._token = token
         self._connections: dict[asyncio.BaseTransport, _Connection] = {}
-        self._on_kept_places = 0
+        self._health_alone: dict[_Connection, _HealthAlone] = {}  # the oldest first
         self._turned_away = 0
         app = web.Application(middlewares=[self._watched, _errors, self._allowed], client_max_size=max_body_bytes)
         app.add_routes(self._routes())
@@ -109,7 +112,7 @@ class Server:
                 lambda: _Connection(self),
                 host,
                 port,
-                backlog=128,
+                backlog=BACKLOG,
                 ssl=self._tls,
                 ssl_handshake_timeout=None if self._tls is None else HEAD_TIMEOUT_S,
             )
@@ -126,7 +129,7 @@ class Server:
     # --------------------------------------------------------------------------------------------- connections
 
     def admit(self, connection: _Connection) -> asyncio.Protocol:
-        """The protocol for a new client: aiohttp if there is a place, else health only or a refusal."""
+        """The protocol for a new client: aiohttp if there is a place, else health only."""
         if len(self._connections) >= MAX_CONNECTIONS:
             self._make_room()
         if len(self._connections) < MAX_CONNECTIONS:
@@ -136,21 +139,17 @@ class Server:
             connection.limit(HEAD_TIMEOUT_S, connection.transport.abort)
             return server()
         self._turned_away += 1
-        if self._on_kept_places < MAX_HEALTH_CONNECTIONS:
-            self._on_kept_places += 1
-            connection.kept_place = True
-            talker = _HealthAlone(connection.transport)
-            connection.limit(HEALTH_TIMEOUT_S, talker.turn_away)
-            return talker
-        connection.transport.write(TOO_MANY)
-        connection.transport.close()
-        return asyncio.Protocol()
+        if len(self._health_alone) >= MAX_HEALTH_CONNECTIONS:
+            oldest = next(iter(self._health_alone))
+            self._health_alone.pop(oldest).turn_away()
+        talker = self._health_alone[connection] = _HealthAlone(connection.transport)
+        connection.limit(HEALTH_TIMEOUT_S, talker.turn_away)
+        return talker
 
     def forget(self, connection: _Connection) -> None:
         """Remove a connection that has ended."""
         self._connections.pop(connection.transport, None)
-        self._on_kept_places -= connection.kept_place
-        connection.kept_place = False
+        self._health_alone.pop(connection, None)
 
     def _make_room(self) -> None:
         """Close the connection that has been silent longest, else the one with the slowest body, if it is overdue."""
@@ -358,7 +357,6 @@ class _Connection(asyncio.Protocol):
         self._server = server
         self._loop = asyncio.get_running_loop()
         self.phase, self.since = _Phase.WAITING, self._loop.time()
-        self.kept_place = False
         self._deadline: asyncio.TimerHandle | None = None
 
     def limit(self, seconds: float, then: Callable[[], None]) -> None:

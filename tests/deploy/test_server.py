@@ -463,6 +463,13 @@ async def bodies_come(server, n):
     await until(lambda: [one.phase for one in server._connections.values()] == [_Phase.BODY] * n)
 
 
+async def test_health_is_answered_however_many_connect_at_once():
+    async with serving() as (server, session), holding(server, 300):
+        await until(lambda: len(server._connections) == MAX_CONNECTIONS)
+        for _ in range(3):
+            assert await ask(session, path="/v2/health/live", method="GET") == (200, {"live": True})
+
+
 async def test_300_silent_connections_hold_64_places_and_nobody_is_locked_out():
     async with serving() as (server, session), holding(server, 300):
         await until(lambda: len(server._connections) == MAX_CONNECTIONS)
