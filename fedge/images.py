@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from fedge.errors import MALFORMED, ConfigError
 from fedge.files import require_there
-from fedge.npz import require_room
+from fedge.npz import INPUT_BYTES, require_room
 from fedge.preprocess import load_image
 from fedge.task import TEST, TRAIN, VALIDATION, TaskSpec
 from fedge.text import is_text, nearest
@@ -106,9 +106,9 @@ def load(task: TaskSpec, source: Path, images: Sequence[str]) -> NDArray[np.uint
     """The images as (n, height, width[, 3]) uint8, in the order of their names.
 
     Raises:
-        ConfigError: an image cannot be read; the text names it. Or all take more than half of the memory.
+        ConfigError: an image cannot be read; the text names it. Or all take more than a quarter of the memory.
     """
-    require_room(source, len(images) * math.prod(task.input_shape))
+    require_room(source, INPUT_BYTES * len(images) * math.prod(task.input_shape))
     with zipfile.ZipFile(source) if source.is_file() else contextlib.nullcontext() as archive:
         found: list[NDArray[np.uint8]] = []
         broken: dict[str, ConfigError] = {}

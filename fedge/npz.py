@@ -18,8 +18,11 @@ from numpy.typing import NDArray
 from fedge.errors import ConfigError
 from fedge.files import require_there
 
-MEMORY_SHARE: Final = 0.5
-"""Of this machine's memory, that the arrays of a file may take."""
+MEMORY_SHARE: Final = 0.25
+"""Of this machine's memory, that the samples of a file may take as model inputs; while they are made, there are up to
+three copies."""
+INPUT_BYTES: Final = 4
+"""Of a number of a model input, however small it is in the file."""
 
 _DAMAGED: Final = (
     OSError, ValueError, TypeError, KeyError, EOFError, MemoryError, RuntimeError, RecursionError, AttributeError,
@@ -32,7 +35,7 @@ def load(file: Path, names: Iterable[str] | None = None) -> dict[str, NDArray[An
     """Load the named arrays that a file holds; None: all.
 
     Raises:
-        ConfigError: it cannot be read, is not an .npz file, or its arrays need more than half of the memory.
+        ConfigError: it cannot be read, is not an .npz file, or its arrays need more than a quarter of the memory.
     """
     require_there(file, "file of samples")
     try:
@@ -45,7 +48,7 @@ def load(file: Path, names: Iterable[str] | None = None) -> dict[str, NDArray[An
 
 
 def require_room(file: Path, claimed: int) -> None:
-    """Refuse a file whose content takes more than half of the memory.
+    """Refuse a file whose content takes more than a quarter of the memory.
 
     Raises:
         ConfigError: it does.
@@ -53,8 +56,8 @@ def require_room(file: Path, claimed: int) -> None:
     allowed = int(MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     if claimed > allowed:
         raise ConfigError(
-            f"{file} holds arrays of {claimed / 2**20:.0f} MiB, at most {allowed / 2**20:.0f} MiB, half of the memory, "
-            "may be read here"
+            f"{file} takes {claimed / 2**20:.0f} MiB of memory, at most {allowed / 2**20:.0f} MiB, a quarter of it, "
+            "may be taken here"
         )
 
 
@@ -68,7 +71,7 @@ def _readable(array: NDArray[Any]) -> NDArray[Any]:
 
 
 def _claimed(archive: zipfile.ZipFile, name: str) -> int:
-    """Bytes of an array by its header; the file is damaged if the member's size differs."""
+    """Bytes of an array by its header, as model input; the file is damaged if the member's size differs."""
     member = f"{name}.npy" if f"{name}.npy" in archive.namelist() else name
     with archive.open(member) as file:
         version = np.lib.format.read_magic(file)
@@ -78,4 +81,4 @@ def _claimed(archive: zipfile.ZipFile, name: str) -> int:
         held = archive.getinfo(member).file_size - file.tell()
     if claimed != held:
         raise ValueError(f"{name} claims {claimed} bytes and holds {held}")
-    return claimed
+    return math.prod(shape) * max(dtype.itemsize, INPUT_BYTES)

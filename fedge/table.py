@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from fedge.errors import MALFORMED, ConfigError
 from fedge.files import require_there
 from fedge.loading import needs
-from fedge.npz import require_room
+from fedge.npz import INPUT_BYTES, require_room
 from fedge.task import Column, Schema, TaskSpec
 from fedge.text import nearest, printable
 
@@ -110,7 +110,7 @@ def read(schema: Schema, file: Path, *, labelled: bool = True) -> dict[str, NDAr
             part["user"] = np.array([users.setdefault(str(who), len(users)) for who in cells[schema.user]], np.int64)
         parts.append(part)
         n += len(part["x"])
-        require_room(file, 8 * n * schema.width)  # these numbers, held twice while they are concatenated
+        require_room(file, INPUT_BYTES * n * schema.width)
     if not parts:
         raise ConfigError(f"{file} has no rows")
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}

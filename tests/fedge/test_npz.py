@@ -1,6 +1,8 @@
 """Files of arrays from anybody: read, or refused before memory is taken for them."""
 
 import struct
+import subprocess
+import sys
 import zipfile
 
 import numpy as np
@@ -46,8 +48,31 @@ def test_zeros_that_were_packed_into_little(tmp_path, monkeypatch):
     path = archive(tmp_path / "a.npz", x=header((1 << 20,)) + bytes(1 << 22))
     assert path.stat().st_size < 10_000
 
-    with pytest.raises(ConfigError, match="holds arrays of 4 MiB, at most 0 MiB"):
+    with pytest.raises(ConfigError, match="takes 4 MiB of memory, at most 0 MiB"):
         npz.load(path, ("x",))
+
+
+@pytest.mark.parametrize("dtype", ["u1", "f4", "f8"])
+def test_the_largest_file_that_is_read_leaves_room_for_what_is_made_of_it(tmp_path, dtype):
+    """Bytes become numbers of four, and there are copies while that is done."""
+    np.savez(tmp_path / "a.npz", x=np.zeros((200_000, 8, 8), dtype), y=np.arange(200_000) % 10)
+    code = f"""
+import resource
+from pathlib import Path
+from fedge import npz
+from fedge.tasks import device_data
+from fedge.tasks.specs import BUILT_IN
+seen = []
+real = npz.require_room
+npz.require_room = lambda file, claimed: (seen.append(claimed), real(file, claimed))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+device_data(BUILT_IN["digits"], Path({str(tmp_path / "a.npz")!r}), seed=0).digest()
+taken = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+allowed = seen[0] / npz.MEMORY_SHARE
+assert taken < allowed, (taken, allowed)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(

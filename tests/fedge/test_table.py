@@ -184,10 +184,10 @@ def test_a_table_without_rows_is_refused(tmp_path: Path, text: str) -> None:
 
 def test_a_table_that_is_too_large_is_refused(schema: Schema, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(npz, "MEMORY_SHARE", 1e-9)
-    with pytest.raises(ConfigError, match="half of the memory"):
+    with pytest.raises(ConfigError, match="a quarter of it"):
         table.read(schema, written(tmp_path))
     file = parquet(tmp_path, load=[1.0], fuel=["gas"], state=["good"], private=[0], owner=["a"])
-    with pytest.raises(ConfigError, match="half of the memory"):
+    with pytest.raises(ConfigError, match="a quarter of it"):
         table.read(schema, file)
 
 
