@@ -23,7 +23,7 @@ from coordinator.store import Store
 from coordinator.tracking import tracking
 from coordinator.watch import count_devices, headline, read_summary
 from coordinator.watch_cli import UiSettings, ago, lasting, page
-from fedge.background import INTERRUPTED, until_stopped
+from fedge.background import until_stopped
 from fedge.config import resolve, settings_options
 from fedge.credentials import Credentials
 from fedge.errors import ConfigError, ProtocolError, StoreError
@@ -32,6 +32,7 @@ from fedge.logs import bind, in_json, note
 from fedge.messages import Status, decode, is_outdated
 from fedge.retained import retained
 from fedge.sealed import speaker
+from fedge.stopping import INTERRUPTED
 from fedge.tasks import task_spec
 from fedge.text import printable
 from fedge.topics import Topics

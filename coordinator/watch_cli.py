@@ -22,11 +22,12 @@ from msgspec import Meta, Struct
 from coordinator.control import act
 from coordinator.store import Store
 from coordinator.watch import Watch, read_summary, told
-from fedge.background import INTERRUPTED, until_stopped
+from fedge.background import until_stopped
 from fedge.config import Secret, resolve, settings_options
 from fedge.credentials import CA
 from fedge.errors import ConfigError
 from fedge.https import server_tls
+from fedge.stopping import INTERRUPTED
 from fedge.text import printable
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from deploy.sensor import Sensor
 from deploy.server import Server
 from deploy.serving import Answers, Fixed, Served
 from deploy.slots import newest_in_inbox, owned
-from fedge.background import INTERRUPTED, first_failure, on_signal
+from fedge.background import first_failure, on_signal
 from fedge.bundle import read
 from fedge.config import NAME, Name, Secret, resolve, settings_options
 from fedge.credentials import Credentials
@@ -41,6 +41,7 @@ from fedge.logs import bind
 from fedge.notify import ready
 from fedge.renewal import Renewal
 from fedge.step import Reveals
+from fedge.stopping import INTERRUPTED
 from fedge.topics import Topics
 from fedge.transport import SLOW_RETRY_S, BrokerSettings, Transport, parse_address
 

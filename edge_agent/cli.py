@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING
 import click
 
 from edge_agent.settings import AgentSettings
-from fedge.background import INTERRUPTED, STOP_S, on_signal
+from fedge.background import STOP_S, on_signal
 from fedge.config import resolve, settings_options
 from fedge.egress import Rules, rules_of
 from fedge.errors import ConfigError
 from fedge.logs import bind
 from fedge.processor import Processor
+from fedge.stopping import INTERRUPTED
 
 if TYPE_CHECKING:
     from edge_agent.agent import Agent

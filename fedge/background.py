@@ -11,11 +11,11 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, TypeVar
 
+from fedge.stopping import INTERRUPTED, hear_no_more
+
 T = TypeVar("T")
 
 
-INTERRUPTED: Final = 130
-"""Exit code of a process that SIGINT or SIGTERM has ended, as a shell gives it."""
 STOP_S: Final = 4.0
 """Time in which a process stops. What it has accepted is durable, so it may end anywhere."""
 
@@ -33,7 +33,7 @@ def on_signal(act: Callable[[], object], *, within_s: float | None = None) -> No
         if within_s is not None:
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, lambda *_: os._exit(INTERRUPTED))
-            atexit.register(_hear_no_more)
+            atexit.register(hear_no_more)
             end = threading.Timer(within_s, os._exit, (INTERRUPTED,))
             end.daemon = True
             end.start()
@@ -42,12 +42,6 @@ def on_signal(act: Callable[[], object], *, within_s: float | None = None) -> No
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, interrupted)
-
-
-def _hear_no_more() -> None:
-    """Python drops its handlers on exit: a signal would then change the exit code."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
 
 
 async def until_stopped(work: Coroutine[Any, Any, T]) -> T | None:

@@ -6,6 +6,7 @@ be trusted, 6 an end at which no device has a bundle, 130 interrupted (Ctrl-C or
 
 from __future__ import annotations
 
+import atexit
 import logging
 import signal
 import sys
@@ -20,12 +21,12 @@ import fedge
 from fedge.errors import ConfigError, FedgeError
 from fedge.loading import needs
 from fedge.logs import Format, configure, in_json
+from fedge.stopping import INTERRUPTED, hear_no_more
 from fedge.text import nearest, printable
 
 log = logging.getLogger("fedge")
 
 ENTRY_POINTS: Final = "fedge.commands"
-INTERRUPTED: Final = 130  # as shells report a process ended by SIGINT: 128 + 2
 
 
 class About(NamedTuple):
@@ -183,6 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line (default: the process's own) and return its exit code."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs with it ignored
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # one way to stop, one code path
+    atexit.register(hear_no_more)
     try:
         result = command.main(arguments, prog_name="fedge", standalone_mode=False)
     except (click.Abort, KeyboardInterrupt):

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
+from typing import Final
+
+INTERRUPTED: Final = 130
+"""Exit code of a process that SIGINT or SIGTERM has ended, as a shell gives it."""
 
 Stop = Callable[[], bool]
 """Asked between two batches: whether to stop."""
@@ -15,3 +20,9 @@ class StoppedError(Exception):
 def never() -> bool:
     """Nobody asks to stop."""
     return False
+
+
+def hear_no_more() -> None:
+    """Ignore both signals. For `atexit`: Python drops its handlers on exit, and a signal would change the exit code."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)

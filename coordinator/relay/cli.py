@@ -15,10 +15,11 @@ from msgspec import Meta
 from coordinator.fleet.relayed import STEPS
 from coordinator.relay.site import Site
 from edge_agent.agent import Agent, Identity
-from fedge.background import INTERRUPTED, STOP_S, on_signal
+from fedge.background import STOP_S, on_signal
 from fedge.config import Name, resolve, settings_options
 from fedge.credentials import Credentials
 from fedge.logs import bind
+from fedge.stopping import INTERRUPTED
 from fedge.tasks import task_spec
 
 Observer = Callable[[str, dict[str, Any]], None]

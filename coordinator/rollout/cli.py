@@ -20,11 +20,12 @@ from coordinator.rollout.making import make_release
 from coordinator.rollout.service import Observer, Release, Supervisor, words_of
 from coordinator.watch_cli import HOME, STORE
 from export.signing import Repository
-from fedge.background import INTERRUPTED, until_stopped
+from fedge.background import until_stopped
 from fedge.config import Name, resolve, settings_options
 from fedge.credentials import Credentials
 from fedge.errors import ConfigError
 from fedge.messages import RolloutState
+from fedge.stopping import INTERRUPTED
 from fedge.text import printable
 
 _json = click.option("--json", "as_json", is_flag=True, help="JSON on standard output.")

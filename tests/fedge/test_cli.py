@@ -253,6 +253,30 @@ def test_both_signals_stop_cleanly_with_130(number: signal.Signals, background: 
     assert "Traceback" not in err
 
 
+ENDS_SLOWLY = """
+import sys, time
+from fedge import cli
+class Late:
+    def __del__(self):
+        print("late", flush=True)
+        time.sleep(1)
+late = Late()
+sys.exit(cli.main(["--version"]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_python_ends_does_not_change_the_exit_code(number: signal.Signals) -> None:
+    """A second SIGTERM finds the process there."""
+    child = subprocess.Popen([sys.executable, "-c", ENDS_SLOWLY], stdout=subprocess.PIPE, text=True)
+    with child:
+        assert child.stdout is not None
+        assert child.stdout.readline().startswith("fedge")
+        assert child.stdout.readline() == "late\n"
+        child.send_signal(number)
+        assert child.wait(300) == 0
+
+
 def test_the_working_folder_is_not_searched_for_modules(tmp_path: Path) -> None:
     (tmp_path / "my_task.py").write_text("")
     code = "import os; os.chdir(FOLDER); import sys; sys.path[:] = [p for p in sys.path if p]\n".replace(
