@@ -142,6 +142,24 @@ def test_training_gives_the_bytes_that_it_gives_in_this_process(settings: AgentS
     place.close()
 
 
+def test_reading_the_samples_is_no_part_of_the_time_that_is_told(
+    settings: AgentSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes longer the more samples are marked."""
+    (settings.data.parent / "sitecustomize.py").write_text(
+        "import time\nfrom fedge import npz\nreal = npz.load\n"
+        "npz.load = lambda *given: (time.sleep(1.5), real(*given))[1]\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(settings.data.parent), prepend=os.pathsep)
+    place = working(settings)
+    asked, action = draw(settings)
+    began = time.monotonic()
+    first, took = done(place, asked, action), time.monotonic() - began
+    assert 1.5 < first.untimed_s < took
+    assert done(place, *draw(settings, number=2)).untimed_s < 1.5
+    place.close()
+
+
 def test_a_process_serves_the_next_order_and_goes_after_a_while(settings: AgentSettings) -> None:
     place = working(msgspec.structs.replace(settings, keep_worker_s=2.0))
     first, second = (done(place, *draw(settings, number=n)).result for n in (1, 2))
