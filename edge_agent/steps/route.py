@@ -10,7 +10,8 @@ import numpy as np
 
 from edge_agent.device import Device, FailedError
 from fedge.bundle import INPUT
-from fedge.ort import session_of
+from fedge.onnx_wire import unbounded
+from fedge.ort import onnxruntime, session_of
 from fedge.steps.route import Route, Routed
 
 CHUNK: Final = 512
@@ -21,12 +22,11 @@ def run(device: Device, action: Route) -> Routed:
     """Eq. 12: rho, the mean gate output over the samples (n, *input_shape); uniform without samples.
 
     Raises:
-        FailedError: the file is not a gate for such samples.
+        FailedError: the file is not a gate for such samples, or might never end.
     """
     gate, (x, _) = device.fetch(action.gate), device.data.shared
     try:
-        with tempfile.TemporaryDirectory(prefix="fedge-gate-") as nowhere:  # a gate that refers to files finds none
-            session = session_of(gate, Path(nowhere))
+        session = _session(gate)
         n_experts = session.get_outputs()[0].shape[1]
         total = np.zeros(n_experts)
         for start in range(0, len(x), CHUNK):
@@ -39,3 +39,10 @@ def run(device: Device, action: Route) -> Routed:
     if not (np.isfinite(total).all() and total.sum() > 0):
         raise FailedError("the gate's output is not finite")
     return Routed(shares=tuple(float(share) for share in total / total.sum()), n_samples=len(x))
+
+
+def _session(gate: bytes) -> onnxruntime.InferenceSession:
+    if reason := unbounded(memoryview(gate)):
+        raise FailedError(reason)
+    with tempfile.TemporaryDirectory(prefix="fedge-gate-") as nowhere:  # a gate that refers to files finds none
+        return session_of(gate, Path(nowhere))
