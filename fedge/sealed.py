@@ -220,8 +220,9 @@ class Signed:
         if number < self.heard.get(source, 0):
             raise ProtocolError(
                 "replayed",
-                f"message {number}, and {self.heard[source]} came before; a device that lost its home after its clock "
-                "was ahead must be revoked and enrolled again",
+                f"message {number}, and {self.heard[source]} came before; if another process spoke with this key "
+                "meanwhile, end it and start this one again; a device that lost its home after its clock was ahead "
+                "must be revoked and enrolled again",
             )
         self.heard[source] = number
 

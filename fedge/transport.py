@@ -74,6 +74,10 @@ CHECK_TLS: Final = (
     "over TLS a broker does so when it requires a client certificate (require_certificate) and gets none, or one that "
     "is expired or not signed by the CA that it trusts (cafile): check cert_file and key_file here and its own log"
 )
+CHECK_REVOKED: Final = (
+    "the federation's authority has revoked the certificate in cert_file: ask for a new start-up kit (fedge provision "
+    "device), and enrol this machine with it"
+)
 CHECK_PLAIN: Final = "check that this port speaks MQTT without TLS (with TLS, ca_file is needed), and the broker's log"
 
 THROWN_OFF: Final = 3
@@ -94,6 +98,9 @@ _FINAL_REASONS: Final = frozenset(
 )
 """Refusals that trying again does not cure."""
 
+_ALERT: Final = re.compile(r" alert ([a-z ]+) \(")
+"""What a broker says when it ends TLS, in OpenSSL's words."""
+_REVOKED: Final = "certificate revoked"
 _X509_HOSTNAME_MISMATCH: Final = 62
 _X509_IP_MISMATCH: Final = 64
 """Codes of OpenSSL."""
@@ -377,6 +384,7 @@ class _Connection:
                 self._transport.door(will.topic, will.payload)
             properties = self._properties(PacketTypes.WILLMESSAGE, WillDelayInterval=will.delay_s)
             client.will_set(will.topic, will.payload, qos=1, retain=True, properties=properties)
+        client.on_log = self._on_log
         client.on_connect = self._on_connect
         client.on_disconnect = self._on_disconnect
         client.on_message = self._on_message
@@ -586,6 +594,7 @@ class _Connection:
     ) -> None:
         if self._connack.done():
             return
+        self._client.on_log = None
         if reason.is_failure:
             self._connack.set_exception(_RefusedError(str(reason), final=str(reason) in _FINAL_REASONS))
         else:
@@ -597,7 +606,13 @@ class _Connection:
         if self._connack.done():
             self.close(str(reason))
         else:  # paho's reason is "Unspecified error"
-            self.close(CLOSED_EARLY, closed_early=True)
+            alert = self._transport.alert
+            self.close(f"{CLOSED_EARLY}: {alert}" if alert else CLOSED_EARLY, closed_early=True)
+
+    def _on_log(self, _client: paho.Client, _user: object, _level: int, text: str) -> None:
+        """Note why the broker ends TLS, which paho tells nowhere else."""
+        if found := _ALERT.search(text):
+            self._transport.alert = found[1]
 
     def _on_message(self, _client: paho.Client, _user: object, message: paho.MQTTMessage) -> None:
         try:
@@ -698,6 +713,7 @@ class Transport:
         self.will = will
         self.session_expiry_s = session_expiry_s
         self.door = door
+        self.alert = ""  # why the broker last ended TLS before it let us in; it is lost if the connection is reset
         self.bytes_sent = 0
         self.bytes_received = 0
         self.messages_dropped = 0
@@ -813,6 +829,7 @@ class Transport:
     async def _connect(self, *, patient: bool) -> _Connection:
         """Try until a broker lets us in. If not patient, a permanent refusal is raised as TransportError."""
         attempt = closed_early = 0
+        told: set[str] = set()
         while True:
             attempt += 1
             try:
@@ -834,9 +851,11 @@ class Transport:
             if final and not patient:
                 raise TransportError(f"the broker at {where} refused {self.client_id}: {reason}")
             log.warning("event=connect_failed broker=%s attempt=%d reason=%r", where, attempt, reason)
-            if closed_early == 1 and reason == CLOSED_EARLY:
-                check = _what_to_check(self.settings)
-                log.error("event=closed_early broker=%s check=%r", where, check)
+            if reason.startswith(CLOSED_EARLY):
+                check = CHECK_REVOKED if self.alert == _REVOKED else _what_to_check(self.settings)
+                if check not in told:
+                    told.add(check)
+                    log.error("event=closed_early broker=%s check=%r", where, check)
             draw = random.SystemRandom().random()
             slow = closed_early >= SLOW_AFTER
             await asyncio.sleep(SLOW_RETRY_S * (1 + draw) / 2 if slow else backoff_s(attempt, draw))
@@ -859,7 +878,7 @@ class Transport:
         connection = self._connection = _Connection(self, protocol, clean=not self._was_connected)
         properties = await connection.open()
         connection.shares = connection.is_v5 and getattr(properties, "SharedSubscriptionAvailable", 1) == 1
-        self._was_connected = True
+        self._was_connected, self.alert = True, ""
         self.protocol = "5" if connection.is_v5 else "3.1.1"
         self.max_packet_bytes = getattr(properties, "MaximumPacketSize", None)
         self._window.limit = min(OUT_WINDOW, getattr(properties, "ReceiveMaximum", OUT_WINDOW))

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from fedge.cli import main
+from fedge.transport import CHECK_REVOKED
 from tests.support.federation import Federation, Running
 from tests.support.identities import Authority, TlsBroker
 
@@ -35,6 +36,8 @@ async def test_a_revoked_device_is_cut_off_within_a_minute_and_the_others_are_ba
             # Whoever is cut off says so in its log, whoever is back says "online" for the second time.
             await agents["cam0"].logged("event=disconnected")
             await agents["cam0"].logged("event=connect_failed")
+            await agents["cam0"].logged("certificate revoked")
+            await agents["cam0"].logged(CHECK_REVOKED)
             assert time.monotonic() - began < CUT_S
             for device in DEVICES[1:]:
                 await agents[device].logged("event=disconnected")
