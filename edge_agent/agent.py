@@ -190,6 +190,7 @@ class Agent:
         self._timer: asyncio.TimerHandle | None = None
         self._background = Background(self._fail)
         self._release = 0  # in the last status sent
+        self._has_been_online = False
         self._outgoing: dict[str, tuple[str, bytes, bool]] = {}  # key -> topic, payload, retain
         self._something_waits = asyncio.Event()
         self._end: asyncio.Future[None] | None = None
@@ -298,6 +299,9 @@ class Agent:
     async def _on_connect(self) -> None:
         where = f"{self._broker.host}:{self._broker.port}"
         ready()
+        if self._has_been_online:
+            self._signed.live_on()
+        self._has_been_online = True
         self._say("online", logging.DEBUG, broker=where, protocol=self._transport.protocol)
         self._send(self._status(Presence.ONLINE))
         self._send(self._measure())

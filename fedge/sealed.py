@@ -85,6 +85,9 @@ class Plain:
             raise ProtocolError("signed", f"this {roles[0]} signs, and we have no certificate of its federation")
         return data
 
+    def live_on(self) -> None:
+        """No effect: nothing is numbered."""
+
     def vouch(self, topic: str, data: bytes) -> bytes:
         """No proof."""
         return b""
@@ -119,7 +122,9 @@ class Signed:
         self._check(broker.cert_file)
         self.admit: Callable[[Subject], None] = lambda _: None
         """Raises a ProtocolError for anybody who is not on the list, if there is one."""
-        self._life = 0 if home is None else _next_life(home / "life")
+        self._home = home
+        self._life = 0
+        self.live_on()
         self._said = 0
         self._certificates: dict[str, bytes] = {}  # of the latest senders, by name
         self.heard: dict[str, int] = {}
@@ -130,6 +135,15 @@ class Signed:
             raise TransportError(f"cert_file {cert_file} {trouble}: nobody would take it")
         if trouble := self.authority.trouble(self._key.certificate):
             raise ConfigError(f"cert_file {cert_file}: {trouble}; nobody would take it")
+
+    def live_on(self) -> None:
+        """Begin another life, with numbers above those of a process that has spoken with our key meanwhile.
+
+        Raises:
+            StoreError: the disk is full or broken.
+        """
+        if self._home is not None:
+            self._life = _next_life(self._home / "life")
 
     # ---------------------------------------------------------------------------------------------- outwards
 
@@ -220,9 +234,8 @@ class Signed:
         if number < self.heard.get(source, 0):
             raise ProtocolError(
                 "replayed",
-                f"message {number}, and {self.heard[source]} came before; if another process spoke with this key "
-                "meanwhile, end it and start this one again; a device that lost its home after its clock was ahead "
-                "must be revoked and enrolled again",
+                f"message {number}, and {self.heard[source]} came before; a device that lost its home after its clock "
+                "was ahead must be revoked and enrolled again",
             )
         self.heard[source] = number
 

@@ -186,6 +186,15 @@ def test_a_device_with_a_new_key_is_heard_whatever_numbers_the_old_one_said(
     assert refusal(one, STATUS, before, Role.DEVICE, name="cam1") == "revoked"
 
 
+def test_who_connects_again_is_heard_though_a_copy_of_it_spoke_meanwhile(server: Party, cam: Party) -> None:
+    one, own, copy = server.start(), cam.start(), cam.start()
+    copy._life = own._life + 1
+    one.open(STATUS, copy.seal(STATUS, b"the copy"), Role.DEVICE, name="cam1")
+    assert refusal(one, STATUS, own.seal(STATUS, b"here"), Role.DEVICE, name="cam1") == "replayed"
+    own.live_on()
+    assert one.open(STATUS, own.seal(STATUS, b"here"), Role.DEVICE, name="cam1") == b"here"
+
+
 def test_a_last_will_counts_whenever_it_comes(server: Party, cam: Party) -> None:
     one, other = server.start(), cam.start()
     will = other.seal(STATUS, b"gone", will=True)
