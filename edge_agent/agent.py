@@ -300,7 +300,10 @@ class Agent:
         where = f"{self._broker.host}:{self._broker.port}"
         ready()
         if self._has_been_online:
-            self._signed.live_on()
+            try:
+                self._signed.live_on()
+            except StoreError as error:  # the present life goes on
+                self._say("life_not_stored", logging.WARNING, detail=str(error))
         self._has_been_online = True
         self._say("online", logging.DEBUG, broker=where, protocol=self._transport.protocol)
         self._send(self._status(Presence.ONLINE))
