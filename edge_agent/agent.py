@@ -51,6 +51,7 @@ from fedge.messages import (
     blobs_of,
     decode,
     encode,
+    shared_bases,
     way_to,
 )
 from fedge.notify import ready
@@ -454,9 +455,13 @@ class Agent:
         return True
 
     async def _fetch_models(self, order: Order, action: Action) -> None:
-        for ref in blobs_of(action):
+        named = list(blobs_of(action))
+        bases = shared_bases(named, order.differences)
+        for ref in (*bases, *named):
             if ref.digest not in self._models and self._identity.trains:
                 await self._follow(ref, order)
+            if ref in bases and ref not in named:
+                continue
             path = await self._fetch_blob(ref)
             with suppress(OSError):  # if not ours or read-only, it may be deleted early, nothing worse
                 os.utime(path)

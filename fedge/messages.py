@@ -457,3 +457,16 @@ def way_to(
         if difference.base in held:
             return difference.base, steps
     return None
+
+
+def shared_bases(refs: Iterable[BlobRef], differences: Mapping[str, Difference]) -> list[BlobRef]:
+    """Models from which two or more of these derive: fetched first, the differences that lead to them come once."""
+    found: dict[str, set[BlobRef]] = {}
+    for ref in refs:
+        if (known := differences.get(ref.digest)) is not None:
+            found.setdefault(known.base, set()).add(ref)
+    return [
+        BlobRef(digest=base, size_bytes=min(ref.size_bytes for ref in derived))
+        for base, derived in found.items()
+        if len(derived) > 1
+    ]

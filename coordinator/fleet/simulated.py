@@ -34,7 +34,7 @@ from fedge.egress import ALL, Rules
 from fedge.errors import ProtocolError
 from fedge.files import volatile
 from fedge.malloc import tune_malloc
-from fedge.messages import MAX_LEFT_S, BlobRef, Codec, Context, Order, blobs_of, way_to
+from fedge.messages import MAX_LEFT_S, BlobRef, Codec, Context, Order, blobs_of, shared_bases, way_to
 from fedge.models.training import flops, shared_network
 from fedge.step import Action, Refusal, Reveals, body_of
 from fedge.task import TaskSpec
@@ -399,11 +399,16 @@ class SimulatedFleet:
         """Bytes that a device fetches, as agents do, to have the models that an order names, by digest."""
         held, n_bytes = self._held[device_id], 0
         descents = self.descents if self.descents and self._about(device_id).device.trains else {}
-        for digest, ref in named.items():
-            if digest not in held:
-                way = way_to(ref, descents, held)
-                n_bytes += sum(step.size_bytes for step in way[1]) if way else ref.size_bytes
-                held.append(digest)
+        for ref in (*shared_bases(named.values(), descents), *named.values()):
+            if ref.digest in held:
+                continue
+            if (way := way_to(ref, descents, held)) is not None:
+                n_bytes += sum(step.size_bytes for step in way[1])
+            elif ref.digest in named:
+                n_bytes += ref.size_bytes
+            else:
+                continue
+            held.append(ref.digest)
         others = [digest for digest in held if digest not in named]
         self._held[device_id] = [*others[-CACHED_MODELS:], *named]
         return n_bytes

@@ -327,9 +327,15 @@ class Fedge(Method[FedgeState]):
         return sorted(i for group in groups for i in uniform(group, cohort_size(len(group), share), rng))
 
     def _order(self, state: FedgeState, device_id: str, r: int, *, measure: bool) -> Train:
-        """`measure`: for the bandits alone."""
-        settings = self.settings
-        return Train(starts=starts(state, device_id, r), sgd=settings.sgd, codec=settings.codec, measure=measure)
+        """`measure`: for the bandits alone. A device that has trained before keeps the initial model, for step 4."""
+        goes_on = self.options.mode == "mixture" and device_id in state.participations
+        return Train(
+            starts=starts(state, device_id, r),
+            sgd=self.settings.sgd,
+            codec=self.settings.codec,
+            initial=state.initial_model if goes_on else None,
+            measure=measure,
+        )
 
     async def _split(self, state: FedgeState, fleet: Fleet, r: int) -> FedgeState:
         """Section 5: clusters of the mean unit updates; experts if the trial or the option `split` decides so."""

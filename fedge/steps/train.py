@@ -62,8 +62,8 @@ class Train(Action, frozen=True, kw_only=True):
 
     `personal`: the layers that stay on the device (FedPer: the head; LG-FedAvg: all but the head; FedBN: the
     normalisation). The others travel: those of the starts and of the update. The personal layers are those kept in the
-    previous round, at first those of `initial`. `head_steps`: the head first learns alone for this long, then the base
-    alone (FedRep); 0: together.
+    previous round, at first those of `initial`; without any, `initial` is only kept for a later order. `head_steps`:
+    the head first learns alone for this long, then the base alone (FedRep); 0: together.
     """
 
     STEP: ClassVar = "train"

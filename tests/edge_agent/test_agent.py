@@ -264,6 +264,29 @@ async def test_a_model_comes_as_a_difference_to_one_that_is_there_or_whole(
         assert not (tmp_path / "home" / "models" / blob.digest).exists()
 
 
+async def test_models_with_a_base_in_common_take_the_way_to_it_once(one_broker: LocalBroker, tmp_path: Path) -> None:
+    """So does an order for the base itself, later."""
+    async with (
+        Peer(one_broker, tmp_path) as peer,
+        running(make_agent(one_broker, tmp_path / "home", EchoWorker(), Events())),
+    ):
+        await peer.presence(Presence.ONLINE)
+        first, base, way = versions(peer)
+        differences, siblings = {base.digest: way}, []
+        for number in 1.0, 2.0:
+            data = encode_tensors({"w": np.full(5000, number, np.float32)}, Codec.INT8)
+            blob = BlobRef(digest=peer.sent.put(data), size_bytes=len(data))
+            whole = to_bytes(moved(from_bytes(peer.sent.get(base.digest)), data))
+            siblings.append(BlobRef(digest=peer.sent.put(whole), size_bytes=len(whole)))
+            differences[siblings[-1].digest] = Difference(base=base.digest, blob=blob)
+        trial = Trial(global_model=siblings[0], expert=siblings[1])
+        for number, action in enumerate((train(first), trial, train(base))):
+            order = msgspec.structs.replace(order_of(action, f"r.{number}.t.pi"), differences=differences)
+            await peer.send(order)
+            await peer.report_of(order)
+    assert peer.wants == dict.fromkeys((first.digest, *(known.blob.digest for known in differences.values())), 1)
+
+
 # ------------------------------------------------------------------------------------------------ restarts
 
 

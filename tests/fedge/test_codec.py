@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from fedge.codec import NotFiniteError, check, decode, difference, encode, norms_of, pieces, rounded
+from fedge.codec import packed as bytes_of
 from fedge.errors import ProtocolError
 from fedge.messages import Codec
 from fedge.tensors import Layout, Model, TensorInfo, Tensors, flatten, to_bytes, unflatten
@@ -47,6 +48,12 @@ def refusal(data: bytes, codec: Codec, layout: Layout = LAYOUT) -> str:
 
 def packed(data: bytes) -> bytes:
     return zstandard.ZstdCompressor(level=1).compress(data)
+
+
+def test_small_tensors_take_less_than_with_one_code_for_names_and_numbers() -> None:
+    numbers = np.random.default_rng(0).standard_normal(2048, np.float32)
+    stored = rounded({f"features.{k}.weight": numbers[k::8] for k in range(8)}, Codec.INT8)
+    assert len(bytes_of(stored)) < len(packed(to_bytes(stored))) - 20
 
 
 def test_norms_are_those_of_parameters_and_of_buffers_also_where_squares_overflow() -> None:

@@ -11,7 +11,7 @@ from coordinator.fleet.versions import Descent, leading_to, put_after
 from coordinator.methods import MethodSettings, dump, load
 from coordinator.methods.fedavg import FedAvg, FedAvgState
 from fedge import codec
-from fedge.messages import BlobRef, blobs_of, way_to
+from fedge.messages import BlobRef, blobs_of, shared_bases, way_to
 from fedge.sgd import Sgd
 from fedge.steps.train import Start, Train
 from fedge.task import TaskSpec
@@ -123,6 +123,12 @@ def test_ways_that_lead_in_a_circle_end() -> None:
     circle = {"a" * 64: descent("b", 1, 1), "b" * 64: descent("a", 2, 1)}
     assert way_to(ref("a"), circle, {"c" * 64}) is None
     assert set(leading_to([ref("a")], circle)) == set(circle)
+
+
+def test_a_base_is_shared_where_two_models_derive_from_it_directly() -> None:
+    siblings = CHAIN | {"7" * 64: descent("c", 7), "8" * 64: descent("9", 8)}
+    assert shared_bases([ref("d"), ref("7"), ref("8"), ref("e")], siblings) == [ref("c")]
+    assert shared_bases([ref("d"), ref("c"), ref("d")], siblings) == []
 
 
 def test_what_is_carried_is_kept_for_the_models_themselves_alone() -> None:

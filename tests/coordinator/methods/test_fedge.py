@@ -756,6 +756,17 @@ def with_options(
     )
 
 
+async def test_only_the_first_model_travels_whole_and_no_difference_twice(tmp_path) -> None:
+    """30 rounds are more than the models that a device keeps: what the end needs of the beginning is at hand."""
+    fleet, layout, first, _ = digits(tmp_path, n=4)
+    method = Fedge(MethodSettings(rounds=30, sgd=Sgd(steps=1), options={"split": "never"}))
+    state = await run(method, method.init(layout, first), fleet)
+    assert state.trial is not None
+    n_models = 30 + 2  # of the rounds, and what the trial adds: G and an expert
+    assert len(state.installed) == 4
+    assert fleet.bytes_down / 4 < first.size_bytes * (1 + n_models / 4)
+
+
 async def test_a_split_can_be_forced_or_forbidden(tmp_path) -> None:
     for wanted, how in (("never", "groups"), ("always", "dirichlet")):
         fleet, layout, first, _ = digits(tmp_path / wanted, n=6, how=how)
