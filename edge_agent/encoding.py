@@ -8,9 +8,11 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
 
+import msgspec
 import numpy as np
+from msgspec import Struct
 
-from edge_agent.device import Device, Unpacked
+from edge_agent.device import Device, Unpacked, decoded
 from edge_agent.room import Room
 from fedge import codec
 from fedge.errors import ProtocolError
@@ -79,20 +81,30 @@ def _keep(device: Device, update: Model, part: Layout, room: Room) -> BlobRef:
     return ref
 
 
+class _Waiting(Struct, frozen=True, kw_only=True):
+    """What was omitted when an order began, and when it was done: float32, as bytes."""
+
+    order_id: str
+    before: bytes
+    after: bytes
+
+
 def _with_what_waited(device: Device, update: Model, part: Layout) -> bytes:
     """An update in TOP plus what earlier ones omitted; what this one omits is kept (error feedback).
 
-    Source: Stich et al., "Sparsified SGD with Memory", NeurIPS 2018, Algorithm 1; rounding errors are kept, too. The
-    file read is of an earlier round, so a repeated order gives the same bytes.
+    Source: Stich et al., "Sparsified SGD with Memory", NeurIPS 2018, Algorithm 1; rounding errors are kept, too. A
+    repeated order finds what it found the first time, and gives the same bytes.
     """
-    file = f"waits-{device.order.label}"
-    kept = device.files.read(file, before=device.order.round)
-    waits = np.frombuffer(kept or b"", np.float32)
+    file = f"waits-{device.order.step}"
+    data = device.files.read(file)
+    kept = None if data is None else decoded(data, _Waiting)
+    before = b"" if kept is None else kept.before if kept.order_id == device.order.id else kept.after
+    waits = np.frombuffer(before, np.float32)
     total = update.params + (waits if waits.size == update.params.size else np.float32(0))
     tensors = unflatten(Model(total, update.buffers, update.counters), part)
     data = codec.encode(tensors, Codec.TOP, {info.name for info in part.of_kind("buffer")})
-    sent = codec.decode(data, Codec.TOP, part, again=True).params
-    device.files.write(file, (total - sent).tobytes())
+    after = (total - codec.decode(data, Codec.TOP, part, again=True).params).tobytes()
+    device.files.write(file, msgspec.msgpack.encode(_Waiting(order_id=device.order.id, before=before, after=after)))
     return data
 
 

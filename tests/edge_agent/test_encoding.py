@@ -14,7 +14,9 @@ from edge_agent.worker import Worker
 from fedge import codec, models
 from fedge.errors import ProtocolError
 from fedge.messages import BlobRef, Codec
+from fedge.step import Action
 from fedge.steps.describe_labels import DescribeLabels
+from fedge.steps.mask_keys import MaskKeys
 from fedge.task import TaskSpec
 from fedge.tensors import BASE, HEAD, Layout, Model, Selector, digest_of
 from tests.support.orders import Blobs, device_data, order
@@ -97,10 +99,12 @@ def test_a_number_that_is_not_finite_goes_nowhere(bad: float) -> None:
                 way(broken)
 
 
-def sent(home: Path, number: int, what: Model, label: str = "step") -> tuple[bytes, np.ndarray]:
+def sent(
+    home: Path, number: int, what: Model, label: str = "step", action: Action | None = None
+) -> tuple[bytes, np.ndarray]:
     """The bytes of an update in a round, and its numbers as the server reads them."""
     own = Worker("d", TASK, device_data(), home).device(
-        order(DescribeLabels(), number, task=TASK, label=label), Blobs()
+        order(action or DescribeLabels(), number, task=TASK, label=label), Blobs()
     )
     send_update(own, what, LAYOUT, Codec.TOP)
     (data,) = own.blobs.values()
@@ -125,7 +129,17 @@ def test_an_order_done_again_gives_the_same_bytes(tmp_path: Path) -> None:
 
 def test_another_step_or_network_begins_with_nothing(tmp_path: Path) -> None:
     sent(tmp_path, 1, update())
-    assert sent(tmp_path, 2, update(), label="other")[0] == sent(tmp_path / "new", 2, update(), label="other")[0]
+    other = MaskKeys(session="s")
+    assert sent(tmp_path, 2, update(), action=other)[0] == sent(tmp_path / "new", 2, update(), action=other)[0]
+
+
+def test_orders_of_one_round_go_on_from_each_other(tmp_path: Path) -> None:
+    """As those of asynchronous rounds, each of which has a label of its own."""
+    in_one_round = [sent(tmp_path / "a", 1, update(), f"train-{k}")[0] for k in range(5)]
+    assert in_one_round == [sent(tmp_path / "b", number, update())[0] for number in range(1, 6)]
+    assert sent(tmp_path / "a", 1, update(), "train-4")[0] == in_one_round[-1], "done again"
+    (folder,) = (tmp_path / "a").rglob("waits-*")
+    assert len(list(folder.iterdir())) == 1
 
 
 def test_an_update_in_top_that_diverged_is_not_sent(tmp_path: Path) -> None:
