@@ -73,7 +73,6 @@ from fedge.step import (
 from fedge.steps.mask_keys import KeysMade, MaskKeys
 from fedge.steps.mask_shares import MaskShares
 from fedge.task import TaskSpec
-from fedge.tensors import digest_of, to_pieces, views_of
 from fedge.topics import Topics
 from fedge.transfer import Receiver, Sender
 from fedge.transport import BrokerSettings, Inbound, Transport, Will
@@ -485,14 +484,12 @@ class Agent:
         """Store a model made of another one plus differences."""
         from fedge.codec import moved  # needs zstandard, which an inference-only device may lack
 
-        tensors = views_of(self._models.get(base))
-        for step in steps:
-            tensors = moved(tensors, self._models.get(step.digest))
-        pieces = to_pieces(tensors)
-        if (digest := digest_of(*pieces)) != ref.digest:
-            raise ProtocolError("digest", f"{base} and what comes on top of it is {digest}")
-        with volatile():  # it can be fetched again
-            self._models.put_as(digest, *pieces)
+        differences = [self._models.get(step.digest) for step in steps]
+        try:
+            with self._models.path(base).open("rb") as file, volatile():  # it can be fetched again
+                self._models.put_as_made(ref.digest, moved(file, differences))
+        except OSError as error:
+            raise StoreError(f"model {base} cannot be read: {error}") from error
 
     async def _fetch_blob(self, ref: BlobRef) -> Path:
         me = self._identity.device_id

@@ -17,8 +17,8 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, TypeVar
 
 import numpy as np
 import zstandard
@@ -26,7 +26,18 @@ from numpy.typing import NDArray
 
 from fedge.errors import ProtocolError
 from fedge.messages import Codec
-from fedge.tensors import Floats, Layout, Model, TensorInfo, Tensors, to_pieces, unflatten, views_of
+from fedge.tensors import (
+    Floats,
+    Layout,
+    Model,
+    Place,
+    TensorInfo,
+    Tensors,
+    places_in,
+    to_pieces,
+    unflatten,
+    views_of,
+)
 
 if TYPE_CHECKING:
     from concurrent.futures import ThreadPoolExecutor
@@ -137,66 +148,90 @@ def decode(data: bytes, codec: Codec, layout: Layout, *, again: bool = False) ->
     return model
 
 
-def moved(base: Tensors, difference: bytes) -> Tensors:
-    """A model that equals another one plus a difference in INT8, packed.
+def moved(base: BinaryIO, differences: Sequence[bytes]) -> Iterator[bytes | memoryview]:
+    """The safetensors file of a model that equals another one plus differences in INT8, packed.
+
+    It comes in pieces, each valid until the next one is asked for: beside the differences it needs no memory.
+
+    Args:
+        base: the other model's file.
+        differences: in the order in which they are added.
 
     Raises:
         ProtocolError: `malformed` or `oversized`: not tensors; `layout`: tensors of another model.
     """
-    largest = _bound(base, sum(tensor.nbytes for tensor in base.values()))
-    return summed(base, views_of(_unpack(difference, Codec.INT8, largest)))
+    places = places_in(base)
+    size, begin = base.seek(0, 2), min((place.start for place in places.values()), default=0)
+    steps = [views_of(_unpack(data, Codec.INT8, _bound(places, size))) for data in differences]
+    base.seek(0)
+    yield base.read(begin)
+    for name, place in places.items():
+        changes = [_change(name, place, tensors) for tensors in steps]
+        for start in range(0, place.size, _BLOCK):
+            part = slice(start, min(start + _BLOCK, place.size))
+            numbers = np.frombuffer(base.read((part.stop - part.start) * place.dtype.itemsize), place.dtype)
+            for change, scale in changes:
+                numbers = change[part] if scale is None else _sum(numbers, change[part], scale)
+            yield numbers.view(np.uint8).data
 
 
-def summed(base: Tensors, stored: Tensors, *, threaded: bool = False) -> Tensors:
-    """Tensors plus a difference that `rounded` made in INT8; tensors it left exact replace those of the base.
-
-    Raises:
-        ProtocolError: `layout`: it is a difference of other tensors.
-    """
-    after: Tensors = {}
-    for name, tensor in base.items():
-        change, scale = stored.get(name), stored.get(name + _SCALE)
-        if change is None or change.shape != tensor.shape:
-            raise ProtocolError("layout", f"the difference has no {name} of {tensor.shape}")
-        if change.dtype == tensor.dtype:
-            after[name] = change
-        elif scale is None or change.dtype != np.int8 or scale.dtype != tensor.dtype or scale.shape:
-            raise ProtocolError("layout", f"the difference of {name} is {change.dtype}")
-        else:
-            after[name] = _sum(tensor, change, scale, threaded)
-    return after
+def _change(name: str, place: Place, tensors: Tensors) -> tuple[NDArray[Any], NDArray[Any] | None]:
+    """What a difference says of a tensor: how many steps to add and how long they are; None: what takes its place."""
+    change, scale = tensors.get(name), tensors.get(name + _SCALE)
+    if change is None or change.shape != place.shape:
+        raise ProtocolError("layout", f"the difference has no {name} of {place.shape}")
+    if change.dtype == place.dtype:
+        return change.reshape(-1), None
+    if scale is None or change.dtype != np.int8 or scale.dtype != place.dtype or scale.shape:
+        raise ProtocolError("layout", f"the difference of {name} is {change.dtype}")
+    return change.reshape(-1), scale
 
 
-def _sum(tensor: NDArray[Any], change: NDArray[Any], scale: NDArray[Any], threaded: bool) -> NDArray[Any]:
-    total = np.empty(tensor.shape, tensor.dtype)
-    sums, numbers, steps = total.reshape(-1), tensor.reshape(-1), change.reshape(-1)
-
-    def add(part: slice) -> None:
-        np.multiply(steps[part], scale, out=sums[part])
-        sums[part] += numbers[part]
-
-    _each(tensor.size, add, threaded)
+@np.errstate(over="ignore", invalid="ignore")  # of a hostile difference, which gives another digest
+def _sum(numbers: NDArray[Any], steps: NDArray[Any], scale: NDArray[Any]) -> NDArray[Any]:
+    total: NDArray[Any] = np.multiply(steps, scale)
+    total += numbers
     return total
 
 
-def difference(name: str, tensor: NDArray[Any], base: NDArray[Any], carried: Tensors) -> Tensors:
-    """A tensor minus another, plus what an earlier INT8 difference carries of it, as `rounded` in INT8.
+def descended(
+    name: str, tensor: NDArray[Any], base: NDArray[Any], carried: Tensors
+) -> tuple[Tensors, NDArray[Any], Tensors]:
+    """A tensor as another one plus a difference in INT8. Uses all processors.
 
-    Uses all processors.
+    Args:
+        name: its name.
+        tensor: what it should be.
+        base: the other one.
+        carried: what an earlier difference left out of it, to be added now; may be empty.
+
+    Returns:
+        The difference, as `rounded` makes it; the sum, as `moved` makes it; and what that leaves out, in INT8.
 
     Raises:
-        NotFiniteError: the difference holds NaN or infinity.
+        NotFiniteError: a number is too large to be subtracted or rounded, or not finite.
     """
-    numbers, others = tensor.reshape(-1), base.reshape(-1)
-    held = carried[name].reshape(-1) if carried else None
+    numbers, others, held = tensor.reshape(-1), base.reshape(-1), carried.get(name)
+    total, steps, left = np.empty_like(numbers), *(np.empty(numbers.size, np.int8) for _ in range(2))
 
-    def block_of(part: slice) -> Floats:
-        block = numbers[part] if held is None else np.multiply(held[part], carried[name + _SCALE]) + numbers[part]
-        found: Floats = block - others[part]
-        return found
+    def wanted(part: slice) -> Floats:
+        return numbers[part] if held is None else _sum(numbers[part], held.reshape(-1)[part], carried[name + _SCALE])
 
-    scale, stored = _to_int8(tensor.size, block_of, threaded=True)
-    return {name: stored.reshape(tensor.shape), name + _SCALE: scale}
+    def add(part: slice) -> np.float32:
+        aim = wanted(part)
+        _round(aim - others[part], scale, steps[part])
+        total[part] = _sum(others[part], steps[part], scale)
+        return _largest_of(aim - total[part])
+
+    scale = _scale_of(_each(numbers.size, lambda part: _largest_of(wanted(part) - others[part]), threaded=True))
+    rest = _scale_of(_each(numbers.size, add, threaded=True))
+    _each(numbers.size, lambda part: _round(wanted(part) - total[part], rest, left[part]), threaded=True)
+    shape = tensor.shape
+    return (
+        {name: steps.reshape(shape), name + _SCALE: scale},
+        total.reshape(shape),
+        {name: left.reshape(shape), name + _SCALE: rest},
+    )
 
 
 def check(data: bytes, codec: Codec, layout: Layout) -> Norms:
@@ -279,8 +314,8 @@ def _stored(name: str, tensor: Floats, codec: Codec) -> Tensors:
     """The stored tensors for one trainable tensor."""
     match codec:
         case Codec.INT8:
-            scale, stored = _to_int8(tensor.size, tensor.reshape(-1).__getitem__, threaded=False)
-            return {name: stored.reshape(tensor.shape), name + _SCALE: scale}
+            steps, scale = _to_int8(tensor.reshape(-1))
+            return {name: steps.reshape(tensor.shape), name + _SCALE: scale}
         case Codec.TOP:
             numbers = tensor.reshape(-1)
             places = _places_of_largest(numbers, _n_sent(numbers.size))
@@ -304,35 +339,42 @@ def _places_of_largest(numbers: Floats, k: int) -> NDArray[np.int64]:
     return np.sort(np.concatenate([larger, np.flatnonzero(magnitudes == least)[: k - len(larger)]]))
 
 
-def _to_int8(size: int, block_of: Callable[[slice], Floats], *, threaded: bool) -> tuple[Floats, NDArray[np.int8]]:
-    """Scale, shape (), and numbers, shape (size,), of a vector given in blocks."""
+def _to_int8(numbers: Floats) -> tuple[NDArray[np.int8], Floats]:
+    """A vector in steps of a scale, and the scale, shape ()."""
+    scale = _scale_of(_each(numbers.size, lambda part: _largest_of(numbers[part])))
+    steps = np.empty(numbers.size, np.int8)
+    _each(numbers.size, lambda part: _round(numbers[part], scale, steps[part]))
+    return steps, scale
 
-    def largest_of(part: slice) -> np.float32:
-        block = block_of(part)
-        return np.float32(np.maximum(np.max(block), -np.min(block)))
 
-    largest = np.max(_each(size, largest_of, threaded), initial=np.float32(0))
-    if not np.isfinite(largest):
+def _largest_of(block: Floats) -> np.float32:
+    """The largest magnitude; NaN if there is one."""
+    return np.float32(np.maximum(np.max(block), -np.min(block)))
+
+
+def _scale_of(largest: Sequence[np.float32]) -> Floats:
+    """The scale, shape (), for blocks with these largest magnitudes."""
+    found = np.max(largest, initial=np.float32(0))
+    if not np.isfinite(found):
         raise NotFiniteError("numbers that are to be rounded are not finite")
-    scale = np.asarray(np.minimum(largest / np.float32(127), _LARGEST_SCALE), dtype=np.float32)
+    return np.asarray(np.minimum(found / np.float32(127), _LARGEST_SCALE), dtype=np.float32)
+
+
+def _round(block: Floats, scale: Floats, steps: NDArray[np.int8]) -> None:
+    """Write a block in steps of the scale."""
     if scale == 0:  # all zero, or so small that the scale underflows
-        return scale, np.zeros(size, np.int8)
-    rounded = np.empty(size, np.int8)
-
-    def fill(part: slice) -> None:
-        block = block_of(part) / scale
-        np.rint(block, out=block)
-        np.clip(block, -127, 127, out=block)  # a denormal scale is too coarse for the quotient
-        rounded[part] = block
-
-    _each(size, fill, threaded)
-    return scale, rounded
+        steps[:] = 0
+        return
+    quotient = block / scale
+    np.rint(quotient, out=quotient)
+    np.clip(quotient, -127, 127, out=quotient)  # a denormal scale is too coarse for the quotient
+    steps[:] = quotient
 
 
-def _each(size: int, work: Callable[[slice], Found], threaded: bool) -> list[Found]:
+def _each(size: int, work: Callable[[slice], Found], *, threaded: bool = False) -> list[Found]:
     """Apply `work` to each block of a vector, in order; if `threaded`, with one thread per processor."""
 
-    @np.errstate(over="ignore", invalid="ignore")  # of a hostile difference, which gives another digest
+    @np.errstate(over="ignore", invalid="ignore")  # a scale that is not finite is refused
     def quietly(part: slice) -> Found:
         return work(part)
 

@@ -11,15 +11,15 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import BinaryIO, Final, TypeVar
 
 import msgspec
 
-from fedge.errors import MALFORMED, ConfigError, DamagedError, StoreError
+from fedge.errors import MALFORMED, ConfigError, DamagedError, ProtocolError, StoreError
 from fedge.tensors import digest_of
 from fedge.text import nearest
 
@@ -65,6 +65,13 @@ def write_atomically(path: Path, *data: bytes | memoryview, public: bool = False
     Raises:
         StoreError: the disk is full or the folder cannot be written.
     """
+    with _replacing(path, public=public) as file:
+        file.writelines(data)
+
+
+@contextmanager
+def _replacing(path: Path, *, public: bool = False) -> Iterator[BinaryIO]:
+    """A file that takes the place of `path` when the block ends well, as of `write_atomically`."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".tmp-{path.name}-")
@@ -73,7 +80,7 @@ def write_atomically(path: Path, *data: bytes | memoryview, public: bool = False
                 give_to_owner(handle, path.parent)
                 if public:
                     os.fchmod(handle, 0o644)
-                file.writelines(data)
+                yield file
                 file.flush()
                 if _durable.get():
                     os.fsync(file.fileno())
@@ -429,6 +436,23 @@ class BlobFolder:
         """
         if digest not in self:
             write_atomically(self.path(digest), *data)
+
+    def put_as_made(self, digest: str, pieces: Iterable[bytes | memoryview]) -> None:
+        """Store a blob whose pieces are made one after the other; each is used before the next is asked for.
+
+        Raises:
+            ProtocolError: `digest`: they are another blob; or what making them raises.
+            StoreError: the disk is full or the folder cannot be written.
+        """
+        import hashlib
+
+        hasher = hashlib.sha256()
+        with _replacing(self.path(digest)) as file:
+            for piece in pieces:
+                hasher.update(piece)
+                file.write(piece)
+            if hasher.hexdigest() != digest:
+                raise ProtocolError("digest", f"it is {hasher.hexdigest()}, not {digest}")
 
     def get(self, digest: str) -> bytes:
         """Read a blob.

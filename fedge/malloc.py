@@ -6,6 +6,7 @@ import ctypes
 import platform
 
 _ARENA_MAX, _MMAP_MAX, _MMAP_THRESHOLD, _TRIM_THRESHOLD = -8, -4, -3, -1  # M_... of malloc.h
+_done: set[bool] = set()
 
 
 def tune_malloc(*, large: bool = False) -> bool:
@@ -17,10 +18,14 @@ def tune_malloc(*, large: bool = False) -> bool:
 
     Otherwise every received chunk costs fresh pages, which makes receiving 2.5 times slower, and so does every update
     of a simulated device. The two thresholds belong together; either alone makes it worse. One arena serves all
-    threads, so that chunks read and written in threads benefit, too. Further calls have no effect.
+    threads, so that chunks read and written in threads benefit, too. Further calls have no effect, except that `large`
+    may follow.
     """
     if platform.libc_ver()[0] != "glibc":
         return False
+    if True in _done or large in _done:
+        return True
+    _done.add(large)
     settings = [(_ARENA_MAX, 1), (_MMAP_THRESHOLD, 32 << 20), (_TRIM_THRESHOLD, -1 if large else 256 << 20)]
     if large:
         settings.append((_MMAP_MAX, 0))

@@ -266,6 +266,11 @@ class Place(NamedTuple):
     start: int
     stop: int
 
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
 
 def places_in(file: BinaryIO, *, metadata: bool = True) -> dict[str, Place]:
     """The tensors of a safetensors file by name, in byte order; together they cover all of the data.

@@ -35,18 +35,16 @@ def put_after(fleet: Fleet, base: BlobRef, model: Model, layout: Layout) -> Blob
     now = unflatten(model, layout)
     if fleet.descents is None:
         return fleet.put(now)
-    params = [info.name for info in layout.of_kind("param")]
     before, known = views_of(fleet.get_bytes(base)), fleet.descents.get(base.digest)
     carried = views_of(fleet.get_bytes(known.carried)) if known and known.carried else {}
+    stored, after, left = dict(now), dict(now), Tensors()
     try:
-        stored = dict(now)
-        for name in params:
-            stored |= codec.difference(name, now[name], before[name], carried)
-        after = codec.summed(before, stored, threaded=True)
+        for name in (info.name for info in layout.of_kind("param")):
+            steps, after[name], rest = codec.descended(name, now[name], before[name], carried)
+            stored |= steps
+            left |= rest
         writing = codec.threads().submit(fleet.put, after)
-        data, left = codec.packed(stored), Tensors()
-        for name in params:
-            left |= codec.difference(name, now[name], after[name], carried)
+        data = codec.packed(stored)
         ref = writing.result()
     except codec.NotFiniteError:  # such large numbers cannot be subtracted or rounded
         return fleet.put(now)

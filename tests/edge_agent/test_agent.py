@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,7 +48,6 @@ from fedge.steps.profile import Profile
 from fedge.steps.train import Trained
 from fedge.steps.trial import Trial, Tried
 from fedge.stopping import Stop
-from fedge.tensors import from_bytes, to_bytes
 from fedge.transport import BrokerSettings
 from tests.support.peer import TASK, WAIT_S, EchoWorker, Peer, later, order_of, train
 
@@ -219,7 +219,7 @@ def versions(peer: Peer) -> tuple[BlobRef, BlobRef, Difference]:
     rng = np.random.default_rng(0)
     first = put(base := encode_tensors({"w": rng.standard_normal(5000, np.float32)}, Codec.FLOAT32))
     change = put(data := encode_tensors({"w": rng.standard_normal(5000, np.float32)}, Codec.INT8))
-    second = put(to_bytes(moved(from_bytes(base), data)))
+    second = put(b"".join(map(bytes, moved(BytesIO(base), [data]))))
     return first, second, Difference(base=first.digest, blob=change)
 
 

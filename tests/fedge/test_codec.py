@@ -3,6 +3,7 @@
 import json
 import re
 import struct
+from io import BytesIO
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from fedge.codec import NotFiniteError, check, decode, difference, encode, norms_of, pieces, rounded
+from fedge.codec import NotFiniteError, check, decode, descended, encode, moved, norms_of, pieces, rounded
 from fedge.codec import packed as bytes_of
 from fedge.errors import ProtocolError
 from fedge.messages import Codec
@@ -380,9 +381,40 @@ def test_long_vectors_which_several_threads_share_are_rounded_as_whole_ones() ->
     carried = rounded({"w": held}, Codec.INT8)
     wanted = {"w": np.multiply(carried["w"], carried["w.scale"]) + now - base}
     largest = np.float32(np.abs(wanted["w"]).max() / np.float32(127))
-    found = difference("w", now, base, carried)
+    found, after, left = descended("w", now, base, carried)
     assert found["w.scale"] == largest
     np.testing.assert_array_equal(found["w"], np.rint(wanted["w"] / largest).astype(np.int8))
+    np.testing.assert_array_equal(after, found["w"] * largest + base)
+    again = rounded({"w": np.multiply(carried["w"], carried["w.scale"]) + now - after}, Codec.INT8)
+    assert left["w.scale"] == again["w.scale"]
+    np.testing.assert_array_equal(left["w"], again["w"])
     now[2, 7] = np.nan
     with pytest.raises(NotFiniteError):
-        difference("w", now, base, carried)
+        descended("w", now, base, carried)
+
+
+def test_a_model_is_made_of_several_differences_in_order() -> None:
+    rng = np.random.default_rng(0)
+    first = {"w": rng.standard_normal((100_001, 2), np.float32), "n": np.array(1), "running": np.ones(3, np.float32)}
+    steps = [
+        rounded({"w": rng.standard_normal((100_001, 2), np.float32), "n": np.array(k), "running": first["running"] * k},
+                Codec.INT8, {"running"}) for k in (2, 3)
+    ]  # fmt: skip
+    w = (first["w"] + steps[0]["w"] * steps[0]["w.scale"]) + steps[1]["w"] * steps[1]["w.scale"]
+    made = moved(BytesIO(to_bytes(first)), [packed(to_bytes(step)) for step in steps])
+    assert b"".join(map(bytes, made)) == to_bytes({"w": w, "n": np.array(3), "running": first["running"] * 3})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"w": np.zeros(3, np.int8)},
+        {"w": np.zeros(3, np.int8), "w.scale": np.ones(2, np.float32)},
+        {"w": np.zeros(3, np.int8), "w.scale": np.float64(1)},
+        {"w": np.zeros(4, np.float32)},
+        {"v": np.zeros(3, np.float32)},
+    ],
+)
+def test_a_difference_of_another_model_is_refused(change: dict[str, np.ndarray]) -> None:
+    with pytest.raises(ProtocolError, match="layout"):
+        list(moved(BytesIO(to_bytes({"w": np.ones(3, np.float32)})), [packed(to_bytes(change))]))

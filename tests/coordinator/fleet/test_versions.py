@@ -1,5 +1,7 @@
 """Models that follow others: what travels, what is lost to rounding, and what is not."""
 
+from io import BytesIO
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -15,7 +17,7 @@ from fedge.messages import BlobRef, blobs_of, shared_bases, way_to
 from fedge.sgd import Sgd
 from fedge.steps.train import Start, Train
 from fedge.task import TaskSpec
-from fedge.tensors import Layout, Model, TensorInfo, to_bytes, unflatten
+from fedge.tensors import Layout, Model, TensorInfo, unflatten
 from tests.support.simulation import digits
 
 LAYOUT = Layout(
@@ -52,8 +54,8 @@ def test_a_device_makes_the_very_bytes_of_the_model_from_the_one_before(seed: in
     ref = put_after(fleet, first, after, LAYOUT)
     if ref == first or ref.digest not in fleet.descents:  # the change is lost in what float32 can hold
         return
-    found = codec.moved(fleet.get_tensors(first), fleet.get_bytes(fleet.descents[ref.digest].blob))
-    assert to_bytes(found) == fleet.get_bytes(ref)
+    found = codec.moved(BytesIO(fleet.get_bytes(first)), [fleet.get_bytes(fleet.descents[ref.digest].blob)])
+    assert b"".join(map(bytes, found)) == fleet.get_bytes(ref)
     got = fleet.get(ref, LAYOUT)
     np.testing.assert_array_equal(got.buffers, after.buffers)
     np.testing.assert_array_equal(got.counters, after.counters)
