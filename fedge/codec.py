@@ -18,6 +18,7 @@ import functools
 import math
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any, BinaryIO, Final, TypeVar
 
 import numpy as np
@@ -372,14 +373,18 @@ def _round(block: Floats, scale: Floats, steps: NDArray[np.int8]) -> None:
 
 
 def _each(size: int, work: Callable[[slice], Found], *, threaded: bool = False) -> list[Found]:
-    """Apply `work` to each block of a vector, in order; if `threaded`, with one thread per processor."""
+    """Apply `work` to each block of a vector, in order; if `threaded`, each processor has a share of the blocks."""
 
     @np.errstate(over="ignore", invalid="ignore")  # a scale that is not finite is refused
-    def quietly(part: slice) -> Found:
-        return work(part)
+    def quietly(share: list[slice]) -> list[Found]:
+        return [work(part) for part in share]
 
     parts = [slice(start, start + _BLOCK) for start in range(0, size, _BLOCK)]
-    return list((threads().map if threaded and len(parts) > 1 else map)(quietly, parts))
+    n = min(len(os.sched_getaffinity(0)), len(parts)) if threaded else 1
+    if n <= 1:
+        return quietly(parts)
+    bounds = [len(parts) * k // n for k in range(n + 1)]
+    return list(chain.from_iterable(threads().map(quietly, [parts[a:b] for a, b in pairwise(bounds)])))
 
 
 @functools.cache

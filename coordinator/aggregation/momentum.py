@@ -47,7 +47,9 @@ def server_step(w: Floats, v: Floats | None, change: NDArray[np.floating], *, ga
         block = slice(start, start + BLOCK)
         with np.errstate(over="ignore", invalid="ignore"):
             moved = change[block] if v is None or not gamma else gamma * v[block].astype(np.float64) + change[block]
-            new[block] = w[block] + moved
+            after = w[block].astype(np.float64)  # an addition that casts is slower than both
+            after += moved
+            new[block] = after
             if kept is not None:
                 kept[block] = moved
         if not (np.isfinite(new[block]).all() and (kept is None or np.isfinite(kept[block]).all())):
