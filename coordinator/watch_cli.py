@@ -26,9 +26,9 @@ from fedge.background import until_stopped
 from fedge.config import Secret, resolve, settings_options
 from fedge.credentials import CA
 from fedge.errors import ConfigError
-from fedge.https import server_tls
 from fedge.stopping import INTERRUPTED
 from fedge.text import printable
+from fedge.tls import server_tls
 
 if TYPE_CHECKING:
     from coordinator.ui import Page

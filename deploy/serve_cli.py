@@ -36,12 +36,12 @@ from fedge.config import NAME, Name, Secret, resolve, settings_options
 from fedge.credentials import Credentials
 from fedge.egress import Door, Rules, rules_of
 from fedge.errors import ConfigError, StoreError, TransportError
-from fedge.https import server_tls
 from fedge.logs import bind
 from fedge.notify import ready
 from fedge.renewal import Renewal
 from fedge.step import Reveals
 from fedge.stopping import INTERRUPTED
+from fedge.tls import server_tls
 from fedge.topics import Topics
 from fedge.transport import SLOW_RETRY_S, BrokerSettings, Transport, parse_address
 

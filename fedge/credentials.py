@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ssl
 from pathlib import Path
 from typing import Annotated, Final, Self
 
@@ -39,51 +38,26 @@ class Credentials(Struct, frozen=True, kw_only=True):
             ConfigError: not an address, or the certificates cannot be used.
         """
         host, port = parse_address(address)
-        named = self.by_files()
-        named.check()
-        return BrokerSettings(
-            host, port, self.username, self.password, named.ca_file, named.cert_file, named.key_file, keepalive_s
+        files = self.by_files()
+        broker = BrokerSettings(
+            host, port, self.username, self.password, files.ca_file, files.cert_file, files.key_file, keepalive_s
         )
+        broker.tls()  # read once at start: at a connection, a missing file would look like an outage
+        return broker
 
     def by_files(self) -> Self:
         """The same settings, with the identity replaced by its three files.
 
         Raises:
-            ConfigError: the files are given as well.
+            ConfigError: the files are given as well, or one is missing beside the others.
         """
-        if self.identity is None:
-            return self
-        if self.ca_file or self.cert_file or self.key_file:
-            raise ConfigError("identity holds ca_file, cert_file and key_file: give it, or them")
-        ca, certificate, key = (str(self.identity / name) for name in (CA, CERTIFICATE, KEY))
-        return msgspec.structs.replace(self, identity=None, ca_file=ca, cert_file=certificate, key_file=key)
-
-    def check(self) -> None:
-        """Read the files once at start: at a connection, a missing one would look like an outage.
-
-        Raises:
-            ConfigError: they cannot be used.
-        """
-        if self.ca_file is None:
-            if self.cert_file or self.key_file:
-                raise ConfigError("cert_file and key_file need ca_file, the authority of the broker's certificate")
-            return
+        if self.identity is not None:
+            if self.ca_file or self.cert_file or self.key_file:
+                raise ConfigError("identity holds ca_file, cert_file and key_file: give it, or them")
+            ca, certificate, key = (str(self.identity / name) for name in (CA, CERTIFICATE, KEY))
+            return msgspec.structs.replace(self, identity=None, ca_file=ca, cert_file=certificate, key_file=key)
+        if self.ca_file is None and (self.cert_file or self.key_file):
+            raise ConfigError("cert_file and key_file need ca_file, the authority of the broker's certificate")
         if self.key_file and not self.cert_file:
             raise ConfigError("key_file needs cert_file, the certificate that it belongs to")
-        context = ssl.create_default_context()
-        try:
-            context.load_verify_locations(self.ca_file)
-        except OSError as error:
-            raise ConfigError(f"ca_file {self.ca_file} holds no certificates: {error}") from error
-        if self.cert_file is None:
-            return
-        try:
-            context.load_cert_chain(self.cert_file, self.key_file, password=no_passphrase)
-        except OSError as error:
-            pair = f"cert_file {self.cert_file} and key_file {self.key_file or self.cert_file}"
-            raise ConfigError(f"{pair} are not a certificate with its private key: {error}") from error
-
-
-def no_passphrase() -> str:
-    """Nobody is there to type a passphrase."""
-    raise ConfigError("the private key of the certificate is encrypted; give one that is not")
+        return self

@@ -30,8 +30,9 @@ from fedge.identity import Role, Subject
 from fedge.messages import BEACON_S, Beacon, decode
 from fedge.sealed import speaker
 from fedge.text import printable
+from fedge.tls import client_tls
 from fedge.topics import Topics
-from fedge.transport import BrokerSettings, Inbound, Transport
+from fedge.transport import OTHER_NAME, BrokerSettings, Inbound, Transport
 
 PATIENCE_S: Final = 10.0
 TORCH_S: Final = 60.0
@@ -47,6 +48,8 @@ BEHIND_S: Final = 5.0
 """How far a clock may be behind the coordinator's."""
 SILENT_S: Final = 3 * BEACON_S
 """A coordinator that runs has spoken since."""
+OUT_OF_DATE: Final = 10
+"""OpenSSL's code of an expired certificate."""
 OLDER_RULES: Final = (
     "a broker provisioned by an earlier fedge keeps it from devices: run `fedge provision broker` there again"
 )
@@ -247,9 +250,9 @@ def of_the_certificates(settings: DoctorSettings) -> Iterator[Finding]:
         return
     try:
         files = settings.by_files()
-        files.check()
         assert files.ca_file is not None
         assert files.cert_file is not None
+        client_tls(files.ca_file, files.cert_file, files.key_file)
         yield from _certificates(settings, Path(files.ca_file), Path(files.cert_file))
     except ConfigError as error:
         do = f"{CERTIFICATE} and the others come from `fedge enrol` or `fedge provision`"
@@ -302,12 +305,11 @@ def of_the_broker(settings: DoctorSettings) -> Iterator[Finding]:
     try:
         _knock(broker)
     except ssl.SSLCertVerificationError as error:
-        dos = {
-            10: "its certificate is out of date, or this clock is wrong: `fedge provision renew` on the server",
-            62: "call the broker by a name that its certificate has, or provision it with this one (--host)",
-        }
-        dos[64] = dos[62]  # of an address
-        do = dos.get(error.verify_code, "give --ca-file the authority that made the broker's certificate")
+        do = "give --ca-file the authority that made the broker's certificate"
+        if error.verify_code in OTHER_NAME:
+            do = "call the broker by a name that its certificate has, or provision it with this one (--host)"
+        elif error.verify_code == OUT_OF_DATE:
+            do = "its certificate is out of date, or this clock is wrong: `fedge provision renew` on the server"
         yield Finding("broker", "bad", f"{where} is not who it should be: {error.verify_message}", do)
         return
     except ssl.SSLError as error:
@@ -324,10 +326,7 @@ def of_the_broker(settings: DoctorSettings) -> Iterator[Finding]:
 def _knock(broker: BrokerSettings) -> None:
     """Open a TCP connection, with TLS if requested."""
     with socket.create_connection((broker.host, broker.port), timeout=PATIENCE_S) as tcp:
-        if broker.ca_file is not None:
-            context = ssl.create_default_context(cafile=broker.ca_file)
-            if broker.cert_file is not None:
-                context.load_cert_chain(broker.cert_file, broker.key_file)
+        if (context := broker.tls()) is not None:
             context.wrap_socket(tcp, server_hostname=broker.host).close()
 
 

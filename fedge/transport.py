@@ -22,12 +22,13 @@ import socket
 import ssl
 import threading
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
 import paho.mqtt.client as paho
 from paho.mqtt.enums import CallbackAPIVersion, MQTTProtocolVersion
+from paho.mqtt.matcher import MQTTMatcher
 from paho.mqtt.packettypes import PacketTypes
 from paho.mqtt.properties import Properties
 from paho.mqtt.reasoncodes import ReasonCode
@@ -36,6 +37,7 @@ from fedge.background import first_failure
 from fedge.errors import ConfigError, ProtocolError, TransportError
 from fedge.identity import trouble_with
 from fedge.malloc import tune_malloc
+from fedge.tls import client_tls
 
 log = logging.getLogger("fedge.transport")
 
@@ -101,9 +103,8 @@ _FINAL_REASONS: Final = frozenset(
 _ALERT: Final = re.compile(r" alert ([a-z ]+) \(")
 """What a broker says when it ends TLS, in OpenSSL's words."""
 _REVOKED: Final = "certificate revoked"
-_X509_HOSTNAME_MISMATCH: Final = 62
-_X509_IP_MISMATCH: Final = 64
-"""Codes of OpenSSL."""
+OTHER_NAME: Final = frozenset({62, 64})
+"""OpenSSL's codes of a certificate that does not have this name or address."""
 
 Handler = Callable[["Inbound"], Awaitable[None]]
 
@@ -120,6 +121,14 @@ class BrokerSettings:
     cert_file: str | None = None
     key_file: str | None = None
     keepalive_s: int = 30
+
+    def tls(self) -> ssl.SSLContext | None:
+        """What the files make; None: no TLS.
+
+        Raises:
+            ConfigError: one of them is unusable.
+        """
+        return None if self.ca_file is None else client_tls(self.ca_file, self.cert_file, self.key_file)
 
 
 def parse_address(text: str) -> tuple[str, int]:
@@ -179,10 +188,8 @@ class _Publish:
 
     topic: str
     payload: bytes
-    qos: int
     retain: bool
     expires_in_s: int | None
-    response_topic: str | None
     correlation: bytes | None
     done: asyncio.Future[None]
 
@@ -223,10 +230,7 @@ class Window:
         return self._in_flight.pop(packet_id, None)
 
     def lost(self) -> None:
-        """The connection is lost: unacknowledged publishes go first on the next one. QoS 0 is not repeated."""
-        for publish in self._in_flight.values():
-            if publish.qos == 0 and not publish.done.done():
-                publish.done.set_result(None)
+        """The connection is lost: unacknowledged publishes go first on the next one."""
         self._waiting.extendleft(p for p in reversed(self._in_flight.values()) if not p.done.done())
         self._in_flight.clear()
 
@@ -237,24 +241,6 @@ class Window:
 def unshared(topic_filter: str) -> str:
     """The plain filter of a shared subscription ($share/GROUP/FILTER); other filters unchanged."""
     return topic_filter.split("/", 2)[2] if topic_filter.startswith("$share/") else topic_filter
-
-
-def filter_matches(wanted: Sequence[str], levels: Sequence[str]) -> bool:
-    """Whether a topic filter matches a topic, both split at "/". paho's own function is 15 times slower."""
-    if levels[0].startswith("$") and wanted[0] in {"+", "#"}:
-        return False
-    for i, level in enumerate(wanted):
-        if level == "#":
-            return True
-        if i == len(levels) or level not in {"+", levels[i]}:
-            return False
-    return len(wanted) == len(levels)
-
-
-def _is_found(topic_filter: str) -> bool:
-    """Whether a filter is a topic, or a topic whose last level is "+"."""
-    head, _, last = topic_filter.rpartition("/")
-    return bool(head) and not {"+", "#"} & {*head.split("/")} and last != "#" and not head.startswith("$")
 
 
 @dataclass(slots=True)
@@ -285,15 +271,11 @@ class _Subscription:
         self.topic_filter = topic_filter
         self.refused = refused
         self.held_bytes = 0
-        self._levels = unshared(topic_filter).split("/")
         self._handler = handler
         self._drained = drained
         self._queue: deque[_Delivery] = deque()
         self._wake = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
-
-    def matches(self, levels: Sequence[str]) -> bool:
-        return filter_matches(self._levels, levels)
 
     def accept(self, delivery: _Delivery) -> bool:
         """Queue a message; False (and not queued) if the handler is too far behind."""
@@ -377,8 +359,8 @@ class _Connection:
         client.max_inflight_messages = 0  # we use our own window
         if settings.username is not None:
             client.username_pw_set(settings.username, settings.password)
-        if settings.ca_file is not None:
-            client.tls_set(settings.ca_file, settings.cert_file, settings.key_file)
+        if (tls := settings.tls()) is not None:
+            client.tls_set_context(tls)
         if will is not None:
             if self._transport.door is not None:
                 self._transport.door(will.topic, will.payload)
@@ -392,11 +374,12 @@ class _Connection:
         client.on_subscribe = self._on_subscribe
         return client
 
-    def _properties(self, packet: int, **values: int | str | bytes) -> Properties | None:
-        if not self.is_v5:
+    def _properties(self, packet: int, **values: int | bytes | None) -> Properties | None:
+        given = {name: value for name, value in values.items() if value is not None}
+        if not self.is_v5 or not given:
             return None
         properties = Properties(packet)  # type: ignore[no-untyped-call]
-        for name, value in values.items():
+        for name, value in given.items():
             setattr(properties, name, value)
         return properties
 
@@ -547,16 +530,10 @@ class _Connection:
 
     def send(self, publish: _Publish) -> int:
         """Hand a publish to paho and return its packet id."""
-        values: dict[str, int | str | bytes] = {}
-        if publish.expires_in_s is not None:
-            values["MessageExpiryInterval"] = publish.expires_in_s
-        if publish.response_topic is not None:
-            values["ResponseTopic"] = publish.response_topic
-        if publish.correlation is not None:
-            values["CorrelationData"] = publish.correlation
-        properties = self._properties(PacketTypes.PUBLISH, **values) if values else None
+        values = {"MessageExpiryInterval": publish.expires_in_s, "CorrelationData": publish.correlation}
+        properties = self._properties(PacketTypes.PUBLISH, **values)
         while True:
-            info = self._client.publish(publish.topic, publish.payload, publish.qos, publish.retain, properties)
+            info = self._client.publish(publish.topic, publish.payload, 1, publish.retain, properties)
             if info.rc != paho.MQTT_ERR_QUEUE_SIZE:  # otherwise this packet id is still in flight: try the next
                 return info.mid
 
@@ -680,12 +657,6 @@ def _what_to_check(settings: BrokerSettings) -> str:
     return found or CHECK_TLS
 
 
-def _hint(error: ssl.SSLCertVerificationError, host: str) -> str:
-    """Advice on a broker's certificate."""
-    other_name = error.verify_code in {_X509_HOSTNAME_MISMATCH, _X509_IP_MISMATCH}
-    return f" (the broker's certificate does not name {host}: call it as its certificate does)" if other_name else ""
-
-
 # ----------------------------------------------------------------------------------------------------- the transport
 
 
@@ -723,8 +694,7 @@ class Transport:
         """Of the current or last connection: "5" or "3.1.1"."""
         self._window = Window()
         self._subscriptions: dict[str, _Subscription] = {}
-        self._patterns: list[_Subscription] = []
-        """Those among them that are not found by a topic, or by its last level as "+": of the others come thousands."""
+        self._by_topic = MQTTMatcher()  # type: ignore[no-untyped-call]
         self._held_bytes = 0
         self._callbacks: list[Callable[[], Awaitable[None]]] = []
         self._connection: _Connection | None = None
@@ -835,17 +805,17 @@ class Transport:
             try:
                 return await self._connect_once()
             except ssl.SSLCertVerificationError as error:
-                reason, final = f"certificate: {error.verify_message}{_hint(error, self.settings.host)}", True
+                reason, final = f"certificate: {error.verify_message}", True
+                if error.verify_code in OTHER_NAME:
+                    host = self.settings.host
+                    reason += f" (the broker's certificate does not name {host}: call it as its certificate does)"
             except _RefusedError as error:
                 reason, final = str(error), error.final
                 closed_early += error.closed_early
             except ConnectionRefusedError:
-                reason, final, closed_early = (
-                    "no broker listens there: start it, or give --broker its address",
-                    False,
-                    0,
-                )
-            except OSError as error:
+                reason = "no broker listens there: start it, or give --broker its address"
+                final, closed_early = False, 0
+            except (OSError, ConfigError) as error:  # a file may just be renewed
                 reason, final, closed_early = str(error) or type(error).__name__, False, 0
             where = f"{self.settings.host}:{self.settings.port}"
             if final and not patient:
@@ -892,25 +862,21 @@ class Transport:
         topic: str,
         payload: bytes,
         *,
-        qos: int = 1,
         retain: bool = False,
         expires_in_s: int | None = None,
-        response_topic: str | None = None,
         correlation: bytes | None = None,
     ) -> None:
-        """Publish; returns when the broker has acknowledged (QoS 1) or the socket has taken it (QoS 0).
+        """Publish with QoS 1; returns when the broker has acknowledged.
 
-        Waits while the window is full or the broker is away, if need be for ever; QoS 1 survives reconnects (and may
-        then arrive twice). If the caller is cancelled, a message already under way still arrives.
+        Waits while the window is full or the broker is away, if need be for ever; it survives reconnects (and may then
+        arrive twice). If the caller is cancelled, a message already under way still arrives.
 
         Args:
             topic: without wildcards.
             payload: the bytes.
-            qos: 0 or 1.
             retain: whether the broker keeps it for later subscribers.
             expires_in_s: seconds after which the broker drops it undelivered (MQTT 5 only).
-            response_topic: of the answer (MQTT 5 only).
-            correlation: data to be returned with the answer, or returned here (MQTT 5 only).
+            correlation: data that came with the request that this answers (MQTT 5 only).
 
         Raises:
             ValueError: the packet exceeds the broker's limit.
@@ -919,7 +885,7 @@ class Transport:
         if self.door is not None:
             self.door(topic, payload)
         done = asyncio.get_running_loop().create_future()
-        publish = _Publish(topic, payload, qos, retain, expires_in_s, response_topic, correlation, done)
+        publish = _Publish(topic, payload, retain, expires_in_s, correlation, done)
         self._check_size(publish)
         self._window.add(publish)
         self._pump()
@@ -939,9 +905,8 @@ class Transport:
             self._window.sent(self._connection.send(publish), publish)
 
     def _check_size(self, publish: _Publish) -> None:
-        # Fixed header 5, topic length 2, packet id 2, properties 9, and for a request or an answer 3 each.
-        answer = len((publish.response_topic or "").encode()) + len(publish.correlation or b"")
-        size = len(publish.payload) + len(publish.topic.encode()) + answer + 24
+        # Fixed header 5, topic length 2, packet id 2, properties 9, and 3 more for an answer.
+        size = len(publish.payload) + len(publish.topic.encode()) + len(publish.correlation or b"") + 21
         if self.max_packet_bytes is not None and size > self.max_packet_bytes:
             raise ValueError(f"{publish.topic}: packet of {size} bytes, the broker takes {self.max_packet_bytes}")
 
@@ -977,8 +942,7 @@ class Transport:
         if topic_filter in self._subscriptions:
             raise ValueError(f"{topic_filter} is already subscribed to")
         subscription = self._subscriptions[topic_filter] = _Subscription(topic_filter, handler, self._drained, refused)
-        if not _is_found(topic_filter):
-            self._patterns.append(subscription)
+        self._by_topic[unshared(topic_filter)] = subscription
         if self._supervisor is None:
             return
         self._serve(subscription)
@@ -1001,8 +965,7 @@ class Transport:
         subscription = self._subscriptions.pop(topic_filter, None)
         if subscription is None:
             return
-        if subscription in self._patterns:
-            self._patterns.remove(subscription)
+        del self._by_topic[unshared(topic_filter)]  # type: ignore[no-untyped-call]
         if subscription.task is not None:
             subscription.task.cancel()
         if self._connection is not None and self._online.is_set():
@@ -1016,17 +979,10 @@ class Transport:
         if self._connection is not None and self._held_bytes <= PAUSE_BYTES // 2:
             self._connection.resume()
 
-    def _takers(self, topic: str) -> list[_Subscription]:
-        """The subscriptions for a topic; the cost does not grow with transfers, each of which has its own filter."""
-        levels = topic.split("/")
-        named = (topic, f"{topic.rpartition('/')[0]}/+")
-        found = [self._subscriptions[name] for name in named if name in self._subscriptions and _is_found(name)]
-        return found + [s for s in self._patterns if s.matches(levels)]
-
     def deliver(self, message: Inbound, packet_id: int, connection: _Connection) -> None:
         """Queue an inbound message for every matching handler (internal)."""
         self.bytes_received += len(message.payload)
-        takers = self._takers(message.topic)
+        takers: list[_Subscription] = [*self._by_topic.iter_match(message.topic)]  # type: ignore[no-untyped-call]
         delivery = _Delivery(message, packet_id, connection, n_open=len(takers) + 1)
         for subscription in takers:
             if subscription.accept(delivery):

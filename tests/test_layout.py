@@ -16,7 +16,7 @@ WITHOUT_TESTS_OF_THEIR_OWN = {
     "coordinator/watch_cli.py": "tests/coordinator/test_watch.py",
     "coordinator/ui/metrics.py": "tests/coordinator/ui/test_init.py",
     "edge_agent/settings.py": "tests/edge_agent/test_cli.py",
-    "fedge/https.py": "tests/deploy/test_serve_cli.py",
+    "fedge/tls.py": "tests/deploy/test_serve_cli.py",
     "coordinator/simulation/rounds.py": "tests/coordinator/fleet/test_simulated.py",
     "coordinator/database.py": "tests/coordinator/test_store.py",
     "coordinator/provision/renewals.py": "tests/fedge/test_renewal.py",

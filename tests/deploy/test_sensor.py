@@ -11,7 +11,7 @@ pytest.importorskip("amqtt")  # where it is missing there are no brokers to test
 from deploy.sensor import Sensor
 from fedge.topics import Topics
 from fedge.transport import Inbound
-from tests.support.broker import transport
+from tests.support.broker import ask, transport
 
 from .serving import body, golden, outputs, served
 
@@ -24,12 +24,16 @@ PREDICT, PREDICTIONS = TOPICS.agent("cam1", "predict"), TOPICS.agent("cam1", "pr
 class Publisher:
     """A sensor: what it publishes, and what comes back."""
 
-    def __init__(self, link):
+    def __init__(self, broker, link):
+        self.broker = broker
         self.link = link
         self.answers = asyncio.Queue()
 
     async def receive(self, message):
         await self.answers.put(message)
+
+    async def ask(self, payload, answer_to, correlation=b""):
+        await ask(self.broker, PREDICT, payload, answer_to, correlation)
 
     async def answer(self):
         return await asyncio.wait_for(self.answers.get(), 300)
@@ -43,7 +47,7 @@ async def answering(broker, **batching):
         sensor = Sensor(model, device, "shop", "cam1")
         await device.subscribe(sensor.topic, sensor.handle)
         link = transport(broker, "sensor")
-        publisher = Publisher(link)
+        publisher = Publisher(broker, link)
         await link.subscribe(f"{PREDICTIONS}/#", publisher.receive)
         await link.subscribe("sensors/7", publisher.receive)
         async with device, sensor, link:
@@ -65,22 +69,22 @@ async def test_with_mqtt_5_it_answers_on_the_response_topic_with_the_correlation
     async with answering(broker) as sensor:
         if sensor.link.protocol != "5":
             pytest.skip("this broker knows MQTT 3.1.1 alone")
-        await sensor.link.publish(PREDICT, body(X[:2]), response_topic="sensors/7", correlation=b"\x00\xff7")
+        await sensor.ask(body(X[:2]), "sensors/7", b"\x00\xff7")
         message = await sensor.answer()
         assert (message.topic, message.correlation) == ("sensors/7", b"\x00\xff7")
         assert outputs(message.payload)["class"]["data"] == EXPECTED["y"][:2].tolist()
 
         orders = TOPICS.agent("cam1", "reports")
-        await sensor.link.publish(PREDICT, body(X[:1]), response_topic=orders, correlation=b"8")
+        await sensor.ask(body(X[:1]), orders, b"8")
         message = await sensor.answer()
         assert (message.topic, message.correlation) == (PREDICTIONS, b"8")
         assert "no answer goes to" in json.loads(message.payload)["error"]
 
         deep = "/".join("a" * 201)  # on which Mosquitto would close the device's connection
-        await sensor.link.publish(PREDICT, body(X[:1]), response_topic=deep)
+        await sensor.ask(body(X[:1]), deep)
         assert "no answer goes to" in json.loads((await sensor.answer()).payload)["error"]
 
-        await sensor.link.publish(PREDICT, body(X[:1]), response_topic=f"{PREDICTIONS}/door")
+        await sensor.ask(body(X[:1]), f"{PREDICTIONS}/door")
         assert (await sensor.answer()).topic == f"{PREDICTIONS}/door"
 
 

@@ -12,7 +12,7 @@ from coordinator.fleet.mqtt import LINES_PER_MINUTE, MAX_STRANGERS
 from fedge.broker import LocalBroker
 from fedge.messages import Presence, Status, encode
 from fedge.topics import Topics
-from tests.support.broker import transport
+from tests.support.broker import say
 from tests.support.federation import NAME, Federation
 
 N = 13_000
@@ -23,15 +23,12 @@ async def test_invented_names_stop_nobody(mosquitto: LocalBroker, tmp_path: Path
     async with Federation(mosquitto, tmp_path, devices=("cam0", "cam1")) as federation:
         coordinator = await federation.coordinator(method="fedavg", rounds=3, devices=2)
         await coordinator.logged("event=connected")
-        flood, topics = transport(mosquitto, "flood"), Topics(NAME)
+        topics = Topics(NAME)
         status = Status(device_id="x", incarnation="1", presence=Presence.ONLINE, task_fingerprint=fingerprint or "")
         if fingerprint is None:
             status = msgspec.structs.replace(status, presence=Presence.SLEEPING)
-        async with flood:
-            names = [f"fake{i}" for i in range(N)]
-            for name in names:
-                said = encode(msgspec.structs.replace(status, device_id=name))
-                await flood.publish(topics.agent(name, "status"), said, qos=0)
+        said = {f"fake{i}": encode(msgspec.structs.replace(status, device_id=f"fake{i}")) for i in range(N)}
+        await say(mosquitto, *({"topic": topics.agent(name, "status"), "payload": said[name]} for name in said))
         await federation.agents()
         assert await coordinator.ended() == 0, coordinator.log.read_text()[-2000:]
     summary = json.loads((federation.home / "summary.json").read_bytes())

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
+from paho.mqtt import publish
+from paho.mqtt.enums import MQTTProtocolVersion
+from paho.mqtt.packettypes import PacketTypes
+from paho.mqtt.properties import Properties
 
 from fedge.broker import LocalBroker, mosquitto_path
 from fedge.transport import BrokerSettings, Transport, Will
@@ -31,3 +37,17 @@ def transport(broker: LocalBroker, client_id: str, will: Will | None = None, **c
 def local_broker(kind: str, home: Path) -> LocalBroker:
     """A broker whose files lie in the test's own folder; not entered yet."""
     return LocalBroker(kind, home=home / "broker")
+
+
+async def say(broker: LocalBroker, *messages: dict[str, Any]) -> None:
+    """Publish as foreign programs do, with what our transport never uses: QoS 0, a topic for the answer."""
+    await asyncio.to_thread(
+        publish.multiple, list(messages), broker.host, broker.port, protocol=MQTTProtocolVersion.MQTTv5
+    )
+
+
+async def ask(broker: LocalBroker, topic: str, payload: bytes, answer_to: str, correlation: bytes = b"") -> None:
+    """Publish a request with a topic for its answer, as a sensor does."""
+    properties = Properties(PacketTypes.PUBLISH)
+    properties.ResponseTopic, properties.CorrelationData = answer_to, correlation
+    await say(broker, {"topic": topic, "payload": payload, "qos": 1, "properties": properties})
