@@ -159,7 +159,7 @@ class Answering:
             folder, rival = self._slots.running, self._runtime.digest
             assert folder is not None
             try:
-                runtime = self._load(folder, again=True)
+                runtime = load_update(folder, self.how, again=True)
             except (FedgeError, OSError) as error:
                 reason = self._unloadable = f"it cannot be loaded: {error}"
                 self._take_back()
@@ -215,13 +215,10 @@ class Answering:
 
     # ------------------------------------------------------------------------------------------------- within
 
-    def _load(self, folder: Path, *, again: bool = False) -> Runtime:
-        return load_update(folder, self.how, again=again)
-
     def _loaded(self, folder: Path) -> Runtime:
         """Load the running bundle or, failing that, the previous one."""
         try:
-            return self._load(folder)
+            return load_update(folder, self.how)
         except (FedgeError, OSError) as error:
             if self._slots.state.trial is None and isinstance(error, ConfigError) and folder.is_dir():
                 raise  # no bundle could run with these options
@@ -229,7 +226,7 @@ class Answering:
                 before = self._slots.go_back(f"it cannot be loaded: {error}", lasting=False)
             except StoreError as lost:
                 raise error from lost
-            return self._load(before)
+            return load_update(before, self.how)
 
     def _take_back(self) -> None:
         """Have the slots give up the bundle that could not be loaded, if any."""
@@ -243,7 +240,7 @@ class Answering:
             return None
         if self._rival is None:
             try:
-                rival = self._load(self._slots.staged)
+                rival = load_update(self._slots.staged, self.how)
             except (FedgeError, OSError) as error:
                 log.warning("event=not_compared bundle=%s reason=%r", self._before, str(error))
                 self._before = None
@@ -344,7 +341,7 @@ class Answering:
         folder = self._slots.running
         assert folder is not None
         try:
-            runtime = self._load(folder)
+            runtime = load_update(folder, self.how)
         except (FedgeError, OSError) as error:
             reason = f"no-way-back: {error}"
             if reason != self.no_way_back:
@@ -355,7 +352,6 @@ class Answering:
 
 
 def _digest(folder: Path) -> str | None:
-    """Digest of the bundle in a slot."""
     try:
         return digest_in(folder)
     except OSError:

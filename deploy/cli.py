@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import zipfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,7 +24,7 @@ from deploy.engines import (
     ThreadsOption,
     how_of,
 )
-from deploy.runtime import Runtime, load_as
+from deploy.runtime import Prediction, Runtime, load_as
 from fedge import images, table
 from fedge.config import resolve, settings_options
 from fedge.errors import ConfigError
@@ -43,17 +43,6 @@ class Samples:
     x: NDArray[Any]
     y: NDArray[Any] | None = None
     files: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Answers:
-    """All predictions for one input, as in `Prediction`, and the wall time of each call in ms."""
-
-    index: NDArray[np.int64]
-    probabilities: NDArray[np.float32]
-    weights: NDArray[np.float32]
-    energies: NDArray[np.float32]
-    calls_ms: NDArray[np.float64]
 
 
 class InferSettings(Struct, frozen=True, kw_only=True):
@@ -101,11 +90,11 @@ def infer(bundle: Path, inputs: tuple[Path, ...], config: Path | None, as_json: 
     runtime = load_as(bundle, how)
     for path in inputs:
         samples = _read(runtime, path)
-        answers = _predict(runtime, samples.x, settings.batch, settings.repeat)
+        answers, calls_ms = _predict(runtime, samples.x, settings.batch, settings.repeat)
         if as_json:
-            click.echo(msgspec.json.encode(_record(runtime, path, answers, samples)).decode())
+            click.echo(msgspec.json.encode(_record(runtime, path, answers, calls_ms, samples)).decode())
         else:
-            click.echo("\n".join(_table(runtime, path, answers, samples)))
+            click.echo("\n".join(_table(runtime, path, answers, calls_ms, samples)))
 
 
 def _read(runtime: Runtime, path: Path) -> Samples:
@@ -139,32 +128,30 @@ def _pictures(task: TaskSpec, source: Path) -> Samples:
     return Samples(images.load(task, source, names), y, tuple(names))
 
 
-def _predict(runtime: Runtime, x: NDArray[Any], batch: int, repeat: int) -> Answers:
+def _predict(runtime: Runtime, x: NDArray[Any], batch: int, repeat: int) -> tuple[Prediction, list[float]]:
+    """The predictions, and the wall time of each call in ms."""
     if len(x) == 0:
         raise ConfigError("the input holds no sample")
-    calls: list[float] = []
-    for _ in range(repeat):
-        predictions = [runtime.predict(x[i : i + batch]) for i in range(0, len(x), batch)]
-        calls.extend(prediction.latency_ms for prediction in predictions)
-    return Answers(
-        index=np.concatenate([p.class_index for p in predictions]),
-        probabilities=np.concatenate([p.probabilities for p in predictions]),
-        weights=np.concatenate([p.weights for p in predictions]),
-        energies=np.concatenate([p.energies for p in predictions]),
-        calls_ms=np.array(calls),
-    )
+    calls = [runtime.predict(x[i : i + batch]) for _ in range(repeat) for i in range(0, len(x), batch)]
+    last = calls[len(calls) - len(calls) // repeat :]
+    names = ("class_index", "probabilities", "weights", "energies")
+    whole: dict[str, Any] = {name: np.concatenate([getattr(call, name) for call in last]) for name in names}
+    class_name = tuple(name for call in last for name in call.class_name)
+    return replace(last[0], class_name=class_name, **whole), [call.latency_ms for call in calls]
 
 
-def _by_class(task: TaskSpec, answers: Answers, y: NDArray[Any]) -> dict[str, tuple[int, float]]:
+def _by_class(task: TaskSpec, answers: Prediction, y: NDArray[Any]) -> dict[str, tuple[int, float]]:
     """Number of samples and accuracy by class, of those that occur."""
-    right = answers.index == y
+    right = answers.class_index == y
     own = {name: y == number for number, name in enumerate(task.classes)}
     return {name: (int(those.sum()), float(right[those].mean())) for name, those in own.items() if those.any()}
 
 
-def _record(runtime: Runtime, path: Path, answers: Answers, samples: Samples) -> dict[str, Any]:
+def _record(
+    runtime: Runtime, path: Path, answers: Prediction, calls_ms: list[float], samples: Samples
+) -> dict[str, Any]:
     names = [candidate.name for candidate in runtime.manifest.candidates]
-    n, y = len(answers.index), samples.y
+    n, y = len(answers.class_index), samples.y
     by_class = {} if y is None else _by_class(runtime.task, answers, y)
     return {
         "input": printable(str(path)),
@@ -173,11 +160,11 @@ def _record(runtime: Runtime, path: Path, answers: Answers, samples: Samples) ->
         "mode": runtime.mode,
         "providers": list(runtime.providers),
         "n": n,
-        "accuracy": None if y is None else float((answers.index == y).mean()),
+        "accuracy": None if y is None else float((answers.class_index == y).mean()),
         "by_class": {name: {"n": count, "accuracy": share} for name, (count, share) in by_class.items()},
         "files": [printable(file) for file in samples.files],
-        "predictions": answers.index.tolist(),
-        "class_names": [runtime.task.classes[i] for i in answers.index],
+        "predictions": answers.class_index.tolist(),
+        "class_names": answers.class_name,
         "probability": answers.probabilities.max(axis=1).tolist(),
         "weights": dict(zip(names, answers.weights.mean(axis=0).tolist(), strict=True)),
         "energies": dict(zip(names, _mean_energies(answers), strict=True)),
@@ -186,28 +173,28 @@ def _record(runtime: Runtime, path: Path, answers: Answers, samples: Samples) ->
             "weights": answers.weights.tolist(),
             "energies": answers.energies.tolist(),
         },
-        "latency_ms": float(np.median(answers.calls_ms)),
-        "latency_p99_ms": float(np.percentile(answers.calls_ms, 99)),
+        "latency_ms": float(np.median(calls_ms)),
+        "latency_p99_ms": float(np.percentile(calls_ms, 99)),
         "imported_torch": "torch" in sys.modules,
     }
 
 
-def _mean_energies(answers: Answers) -> list[float | None]:
+def _mean_energies(answers: Prediction) -> list[float | None]:
     """Mean over the samples on which a candidate was usable; None if there are none."""
     usable = np.isfinite(answers.energies)
     total = np.where(usable, answers.energies, 0).sum(axis=0)
     return [float(t / n) if n else None for t, n in zip(total, usable.sum(axis=0), strict=True)]
 
 
-def _table(runtime: Runtime, path: Path, answers: Answers, samples: Samples) -> Iterator[str]:
+def _table(runtime: Runtime, path: Path, answers: Prediction, calls_ms: list[float], samples: Samples) -> Iterator[str]:
     """One line per sample: class, probability, weight and energy of each candidate, and file; then the accuracy."""
     names = [candidate.name for candidate in runtime.manifest.candidates]
     width = max(len("class"), *map(len, runtime.task.classes))
-    n = len(answers.index)
+    n = len(answers.class_index)
     yield f"{path}: {n} sample{'s' if n > 1 else ''}"
     yield f"  {'class':<{width}}  probability  " + "  ".join(f"{name[:18]:>18}" for name in names)
     for i in range(min(n, MAX_ROWS)):
-        index = answers.index[i]
+        index = answers.class_index[i]
         mixed = zip(answers.weights[i], answers.energies[i], strict=True)
         file = f"  {printable(samples.files[i])}" if samples.files else ""
         yield (
@@ -220,8 +207,8 @@ def _table(runtime: Runtime, path: Path, answers: Answers, samples: Samples) -> 
     if samples.y is not None:
         for name, (count, share) in _by_class(runtime.task, answers, samples.y).items():
             yield f"  {name:<{width}}  accuracy {share:.4f} of {count}"
-        yield f"  accuracy {(answers.index == samples.y).mean():.4f}"
-    median, worst = np.median(answers.calls_ms), np.percentile(answers.calls_ms, 99)
+        yield f"  accuracy {(answers.class_index == samples.y).mean():.4f}"
+    median, worst = np.median(calls_ms), np.percentile(calls_ms, 99)
     yield f"  candidates: weight (energy); {median:.3f} ms a call (99 %: {worst:.3f} ms)"
     approximate = " (approximate)" if runtime.engine in APPROXIMATE else ""
     yield f"  engine {runtime.engine}{approximate}, mode {runtime.mode}, {', '.join(runtime.providers)}"

@@ -20,20 +20,10 @@ import numpy as np
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from deploy.sessions import Provider, Session
+from fedge import fusion
 from fedge.bundle import INPUT, INT8, LOGITS, OUTPUTS, Bundle, Part, PoolInfo
 from fedge.errors import ConfigError
-from fedge.fusion import (
-    Floats,
-    Formula,
-    counted,
-    counted_energy,
-    fuse,
-    gate_scores,
-    guarding,
-    only,
-    prepared,
-    shifted,
-)
+from fedge.fusion import Floats, Formula, fuse, gate_scores
 from fedge.messages import Role
 from fedge.tensors import Tensors, views_of
 
@@ -129,14 +119,14 @@ def make(
     def numbers() -> Tensors:
         return views_of((bundle.folder / bundle.manifest.gate.file_name).read_bytes())
 
-    changed = shifted(numbers()) if mode == "shift" else {}
+    changed = fusion.shifted(numbers()) if mode == "shift" else {}
     if engine == "fused":
         parts = [part.file_name for part in dict.fromkeys(bundle.manifest.parts)]
         return Whole(Session(bundle.graph, bundle.folder, threads, providers, changed, parts=parts))
     if engine == "int8":
         return Whole(Session(bundle.folder / INT8, bundle.folder, threads, providers, changed))
     experts = [k for k, c in enumerate(bundle.manifest.candidates) if c.role.is_shared]
-    how = prepared(bundle.manifest.task.input_shape, numbers() | changed, experts, bundle.manifest.fusion.top)
+    how = fusion.prepared(bundle.manifest.task.input_shape, numbers() | changed, experts, bundle.manifest.fusion.top)
     return (Lazy if engine == "lazy" else Separate)(bundle, how, threads, providers)
 
 
@@ -202,13 +192,13 @@ class Lazy(Separate):
         super().__init__(bundle, how, threads, providers)
         candidates = bundle.manifest.candidates
         recorded = [np.inf if isinstance(c.energy_max, UnsetType) else c.energy_max for c in candidates]
-        self._first = {k for k, c in enumerate(candidates) if c.role is Role.PRIVATE or k == guarding(how)}
+        self._first = {k for k, c in enumerate(candidates) if c.role is Role.PRIVATE or k == fusion.guarding(how)}
         self._expert = [c.role.is_shared for c in candidates]
         self._lock = threading.Lock()
         self._bounds = [0.0] * len(candidates)
         if how.beta:
-            self._bounds = counted(how, np.array(recorded, np.float32)).tolist()
-        self._only = lru_cache(MOST_SUBSETS)(partial(only, how))
+            self._bounds = fusion.counted(how, np.array(recorded, np.float32)).tolist()
+        self._only = lru_cache(MOST_SUBSETS)(partial(fusion.only, how))
 
     def run(self, x: Floats) -> list[Floats]:
         """The outputs of model inputs."""
@@ -234,7 +224,7 @@ class Lazy(Separate):
             if n_run >= len(self._first) and score and not exact and not self._matters(order[n_run:], bound, score):
                 break
             logits[k] = self._logits(k, x)
-            energy = counted_energy(self._how, k, logits[k][0])
+            energy = fusion.counted_energy(self._how, k, logits[k][0])
             if not math.isfinite(energy + gate[k]):
                 continue  # the fusion drops it
             score[k] = gate[k] + energy
@@ -247,12 +237,8 @@ class Lazy(Separate):
     def _matters(self, rest: Sequence[int], bound: Sequence[float], score: Mapping[int, float]) -> bool:
         """Whether the candidates left could have more than a negligible share beside those that were run.
 
-        At most `top` experts take part, and none whose bound is below the `top` best that were run.
-
-        Args:
-            rest: those not run, by falling bound.
-            bound: of every candidate's score.
-            score: of those that were run.
+        At most `top` experts take part, and none whose bound is below the `top` best that were run. `rest`: by falling
+        bound; `score`: of those that were run.
         """
         top = self._how.top
         best = sorted([s for k, s in score.items() if self._expert[k]], reverse=True)[:top]

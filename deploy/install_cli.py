@@ -13,10 +13,10 @@ import msgspec
 
 from deploy.examination import Limits, examine
 from deploy.slots import Slots, newest_in_inbox, owned, slot_in, state_of
-from deploy.trust import MAX_METADATA_BYTES, install_root
 from fedge.bundle import MANIFEST, Bundle, digest_in, look, read
 from fedge.errors import ConfigError, StoreError, UpdateRejected
 from fedge.files import InUseError, whole_folder, write_atomically
+from fedge.rollout import MAX_METADATA_BYTES
 from fedge.task import TaskSpec
 
 HANDED_S: Final = 300.0
@@ -57,6 +57,8 @@ def install(bundle: Path | None, home: Path, root: Path | None, *, as_json: bool
     try:
         with owned(home) as slots:
             if trusted is not None:
+                from deploy.trust import install_root
+
                 install_root(home, trusted)
             if new is not None:
                 install_in(home, slots, new)
@@ -121,13 +123,7 @@ def _task_in(slots: Slots) -> TaskSpec | None:
 
 
 def _hand_over(new: Bundle, home: Path) -> None:
-    """Hand the bundle to the process that serves HOME through the inbox, and wait until it is in service.
-
-    Raises:
-        ConfigError: the release is not the highest there, or HOME is used by another command.
-        UpdateRejected: it is not fit.
-        StoreError: it cannot be copied.
-    """
+    """Hand the bundle to the process that serves HOME through the inbox, and wait until it is in service."""
     if _answering(home)[1] == new.digest:
         return
     _require_highest(new, home)
@@ -156,11 +152,7 @@ def _hand_over(new: Bundle, home: Path) -> None:
 
 
 def _answers(new: Bundle, home: Path) -> bool:
-    """Whether the new bundle is in service by now.
-
-    Raises:
-        UpdateRejected: it is not fit.
-    """
+    """Whether the new bundle is in service by now."""
     state = state_of(home)
     if new.digest in state.refused:
         raise UpdateRejected(state.refused[new.digest])
@@ -168,11 +160,7 @@ def _answers(new: Bundle, home: Path) -> bool:
 
 
 def _require_highest(new: Bundle, home: Path) -> None:
-    """Refuse unless the bundle is newer than the one in service and any in the inbox.
-
-    Raises:
-        ConfigError: it is not.
-    """
+    """Refuse unless the bundle is newer than the one in service and any in the inbox."""
     release, (now, digest) = new.manifest.release, _answering(home)
     if digest != new.digest and now >= release:
         raise ConfigError(

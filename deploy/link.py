@@ -30,7 +30,6 @@ from msgspec import Struct
 from deploy.answering import Answering
 from deploy.examination import examine
 from deploy.slots import Slots, newest_in_inbox
-from deploy.trust import MAX_METADATA_BYTES, Trust
 from fedge.bundle import MANIFEST, Manifest, read
 from fedge.bundle import decode as decode_manifest
 from fedge.egress import Rules, WithheldError, without_figures
@@ -38,7 +37,7 @@ from fedge.errors import ConfigError, FedgeError, ProtocolError, StoreError, Tra
 from fedge.files import BlobFolder, read_kept, versions_in, write_atomically
 from fedge.identity import Role, Subject
 from fedge.messages import Announcement, BlobRef, Health, Phase, Quality, Rollout, RolloutState, decode, encode
-from fedge.rollout import takes_part
+from fedge.rollout import MAX_METADATA_BYTES, takes_part
 from fedge.sealed import speaker
 from fedge.sensors import temperature_c
 from fedge.tensors import digest_of
@@ -285,13 +284,9 @@ class Link:
         self._news.set()
 
     def _announced(self, payload: bytes) -> Rollout | None:
-        """The rollout of a genuine announcement.
+        """The rollout of a genuine announcement."""
+        from deploy.trust import Trust
 
-        Raises:
-            UpdateRejected: it is not trusted.
-            ProtocolError: it is malformed.
-            StoreError: the disk is full or broken.
-        """
         announcement = decode(payload, Announcement)
         try:
             with self._trusting:
@@ -435,7 +430,6 @@ class Link:
             self._tell()
 
     def _failure(self, rollout: Rollout, error: Exception) -> None:
-        """Record a failure that may be temporary."""
         claim = announcement(rollout)
         again = self._failed is not None and self._failed[0] == claim
         self._n_failures = self._n_failures + 1 if again else 1
@@ -464,12 +458,7 @@ class Link:
             await asyncio.wait({task})
 
     async def _verified(self, rollout: Rollout) -> bytes | None:
-        """Fetch and verify the metadata, then fetch missing parts; returns the manifest. None: the bundle is refused.
-
-        Raises:
-            UpdateRejected: the metadata are not trusted, or the release is older than one before.
-            ProtocolError, StoreError, TransportError, TimeoutError: something could not be fetched or stored.
-        """
+        """Verify the metadata and fetch missing parts; returns the manifest. None: the bundle is refused."""
         self._forget_others(rollout)
         files: dict[str, bytes] = {}
         try:
@@ -499,6 +488,8 @@ class Link:
                 path.unlink(missing_ok=True)
 
     def _trusted(self, files: dict[str, bytes], target: str) -> bytes:
+        from deploy.trust import Trust
+
         with self._trusting:  # a cancelled one may still be running
             return Trust(self._home).manifest(files, target)
 
@@ -513,11 +504,7 @@ class Link:
             )
 
     def _fit(self, data: bytes, digest: str) -> Manifest | None:
-        """Parse a genuine manifest. If this device cannot run it, refuse it for good and return None.
-
-        Raises:
-            UpdateRejected: `rollback`: it is older than what was run before.
-        """
+        """Parse a genuine manifest. If this device cannot run it, refuse it for good and return None."""
         try:
             manifest = decode_manifest(data)
         except UpdateRejected as error:
@@ -561,11 +548,7 @@ class Link:
         self._tell()
 
     async def _try(self, data: bytes, rollout: Rollout | None, folder: Path | None = None) -> None:
-        """Stage, examine, switch; all parts are in the store, or in a folder.
-
-        Raises:
-            StoreError: a part was damaged meanwhile, or the disk is full or broken.
-        """
+        """Stage, examine, switch; all parts are in the store, or in a folder."""
         digest = digest_of(data)
         try:
             await asyncio.to_thread(self._slots.stage, data, folder)
@@ -613,7 +596,6 @@ class Link:
     # ------------------------------------------------------------------------------------------------- outwards
 
     def _tell(self) -> None:
-        """Report the device's health if it has changed."""
         health = self._now()
         said = self._health
         self._health = health

@@ -158,7 +158,6 @@ class _Model:
 
 
 def _named(text: str) -> tuple[str | None, Path]:
-    """Name and folder in FOLDER or NAME=FOLDER."""
     name, equals, path = text.partition("=")
     if equals and re.match(NAME, name) is None:
         raise ConfigError(f"{name!r} is not a name of a model (letters, digits, dot, dash, underscore): NAME={path}")
@@ -196,7 +195,6 @@ async def _run(
     tls: ssl.SSLContext | None,
     as_json: bool,
 ) -> None:
-    """Serve until SIGINT or SIGTERM."""
     stopped = asyncio.Event()
     on_signal(stopped.set, within_s=DRAIN_S)
     with ThreadPoolExecutor(1, "graph") as graph, ThreadPoolExecutor(1, "pictures") as pictures:
@@ -283,7 +281,6 @@ async def _connected(
 
 
 def _say(url: str, served: Sequence[Served], as_json: bool) -> None:
-    """Report what is served, and on which providers."""
     if as_json:
         providers = {model.name: list(model.runtime.providers) for model in served}
         names = [model.name for model in served]

@@ -425,7 +425,6 @@ class _HealthAlone(asyncio.Protocol):
         self._end(TOO_MANY if health is None else _last_words(b"200 OK", dict(health)))
 
     def turn_away(self) -> None:
-        """Close: no request came in time."""
         self._end(TOO_MANY)
 
     def _end(self, words: bytes) -> None:

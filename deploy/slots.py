@@ -418,11 +418,7 @@ def _remembered(refused: dict[str, str], digest: str, reason: str) -> dict[str, 
 
 
 def _copy(sources: Iterable[Path], part: Part, target: Path) -> None:
-    """Copy a file from the first intact source.
-
-    Raises:
-        StoreError: there is none.
-    """
+    """Copy a file from the first intact source."""
     for source in sources:
         try:
             if source.lstat().st_size == part.size_bytes and copy_durably(source, target) == part.digest:

@@ -1,5 +1,7 @@
 """Untrusted bytes in, a trusted manifest out: the client side of The Update Framework, with python-tuf.
 
+Importing this module loads python-tuf, 10 MB of memory.
+
 The device holds HOME/root.json, the root of trust that was installed with it, and HOME/trust, the newest metadata that
 it has verified. Everything from the wire is untrusted: the signed roles decide which manifest is genuine, current and
 not older than earlier ones, and the manifest's digests decide about everything below it.
@@ -18,23 +20,21 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 from urllib.parse import unquote
 
 import msgspec
 from msgspec import Struct
+from securesystemslib.signer import Signature
+from tuf.api import exceptions
+from tuf.api.metadata import Metadata, Root, Timestamp
+from tuf.ngclient import FetcherInterface, Updater, UpdaterConfig
 
 from fedge.errors import MALFORMED, ConfigError, StoreError, UpdateRejected
 from fedge.files import make_folder, sync, write_atomically
 from fedge.messages import Announcement, Rollout, decode
-from fedge.rollout import signed_bytes
+from fedge.rollout import MAX_METADATA_BYTES, signed_bytes
 
-if TYPE_CHECKING:
-    from tuf.api.exceptions import RepositoryError
-    from tuf.ngclient import FetcherInterface, Updater
-
-MAX_METADATA_BYTES: Final = 1 << 20
-"""Limit of one file of metadata; devices fetch no larger one."""
 CLOCK_SLACK_S: Final = 3600.0
 """How far the clock may lie before the last verification: a clock that was lost cannot tell what has expired."""
 
@@ -98,12 +98,8 @@ class Trust:
             ProtocolError: the signed content is not a rollout.
             StoreError: the disk is full or broken.
         """
-        from securesystemslib.signer import Signature
-        from tuf.api.exceptions import DownloadError
-        from tuf.api.metadata import Metadata, Root, Timestamp
-
         with self._judging():
-            with contextlib.suppress(DownloadError):  # of the other roles: only the roots are needed
+            with contextlib.suppress(exceptions.DownloadError):  # of the other roles: only the roots are needed
                 self._updater(announcement.roots).refresh()
             root = Metadata[Root].from_file(str(self._folder / "root.json")).signed
             signatures = {keyid: Signature(keyid, text) for keyid, text in announcement.signatures.items()}
@@ -126,14 +122,12 @@ class Trust:
 
     def _updater(self, files: Mapping[str, bytes], targets: str | None = None) -> Updater:
         """A python-tuf client over the received files."""
-        from tuf.ngclient import Updater, UpdaterConfig
-
         return Updater(
             str(self._folder),
             _METADATA,
             target_dir=targets,
             target_base_url=_TARGETS,
-            fetcher=_given(files),
+            fetcher=_Given(files),
             config=UpdaterConfig(
                 max_root_rotations=64,
                 root_max_length=MAX_METADATA_BYTES,
@@ -147,8 +141,6 @@ class Trust:
     @contextlib.contextmanager
     def _judging(self) -> Iterator[None]:
         """Make python-tuf's writes durable, and turn its refusals into `UpdateRejected`."""
-        from tuf.api.exceptions import DownloadError, RepositoryError
-
         make_folder(self._folder)
         self._remove_torn()
         try:
@@ -156,9 +148,9 @@ class Trust:
                 yield
             finally:
                 self._force_to_disk()
-        except RepositoryError as error:
+        except exceptions.RepositoryError as error:
             raise UpdateRejected(f"{_name_of(error)}: {error}") from error
-        except DownloadError as error:
+        except exceptions.DownloadError as error:
             name = "endless-data" if "exceeding" in str(error) else "missing"
             raise UpdateRejected(f"{name}: {error}") from error
         except (ValueError, RecursionError) as error:
@@ -205,15 +197,12 @@ def install_root(home: Path, root: bytes) -> None:
         ConfigError: not root metadata signed by its own keys.
         StoreError: the disk is full or broken.
     """
-    from tuf.api.exceptions import RepositoryError
-    from tuf.api.metadata import Metadata, Root
-
     try:
         metadata = Metadata[Root].from_bytes(root)
         genuine = isinstance(metadata.signed, Root)
         if genuine:
             metadata.signed.verify_delegate(Root.type, metadata.signed_bytes, metadata.signatures)
-    except (RepositoryError, ValueError) as error:
+    except (exceptions.RepositoryError, ValueError) as error:
         raise ConfigError(f"this is not a root of trust: {error}") from error
     if not genuine:
         raise ConfigError("this is not a root of trust but other metadata: take 1.root.json")
@@ -221,29 +210,29 @@ def install_root(home: Path, root: bytes) -> None:
     write_atomically(home / "root.json", root)
 
 
-def _given(files: Mapping[str, bytes]) -> FetcherInterface:
-    """A fetcher that serves only the received files."""
-    from tuf.api.exceptions import DownloadHTTPError
-    from tuf.ngclient import FetcherInterface
+class _Given(FetcherInterface):
+    """Serves the received files alone."""
 
-    class Given(FetcherInterface):
-        def _fetch(self, url: str) -> Iterator[bytes]:
-            name = unquote(url.removeprefix(_METADATA).removeprefix(_TARGETS))
-            if name not in files:
-                raise DownloadHTTPError(f"{name} was not sent", 404)
-            return iter((files[name],))
+    def __init__(self, files: Mapping[str, bytes]) -> None:
+        self._files = files
 
-    return Given()
+    def _fetch(self, url: str) -> Iterator[bytes]:
+        name = unquote(url.removeprefix(_METADATA).removeprefix(_TARGETS))
+        if name not in self._files:
+            raise exceptions.DownloadHTTPError(f"{name} was not sent", 404)
+        return iter((self._files[name],))
 
 
-def _name_of(error: RepositoryError) -> str:
+def _name_of(error: exceptions.RepositoryError) -> str:
     """One word for logs and reports."""
-    from tuf.api import exceptions
-
-    names = {
-        exceptions.ExpiredMetadataError: "expired",
-        exceptions.UnsignedMetadataError: "forged",
-        exceptions.LengthOrHashMismatchError: "altered",
-        exceptions.BadVersionNumberError: "rollback",
-    }
-    return next((name for kind, name in names.items() if isinstance(error, kind)), "malformed")
+    match error:
+        case exceptions.ExpiredMetadataError():
+            return "expired"
+        case exceptions.UnsignedMetadataError():
+            return "forged"
+        case exceptions.LengthOrHashMismatchError():
+            return "altered"
+        case exceptions.BadVersionNumberError():
+            return "rollback"
+        case _:
+            return "malformed"

@@ -302,7 +302,6 @@ def _plain(path: Path) -> BufferedReader:
 
 
 def _bytes(path: Path, limit: int) -> bytes:
-    """Read a plain file of at most `limit` bytes."""
     with _plain(path) as file:
         data = file.read(limit + 1)
     if len(data) > limit:

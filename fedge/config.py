@@ -130,11 +130,11 @@ def resolve(settings: type[S], section: str, config_file: Path | None, flags: Ma
     values: dict[str, object] = {}
     for name, setting in known.items():
         if flags.get(name) is not None:
-            values[name] = _convert(setting, flags[name], setting.flag, strict=True)
+            values[name] = _convert(setting, flags[name], setting.flag)
         elif name in variables:
             values[name] = _convert(setting, variables[name], setting.environment, strict=False)
         elif name in from_file:
-            values[name] = _convert(setting, from_file[name], f"{name} in [{section}] of {config_file}", strict=True)
+            values[name] = _convert(setting, from_file[name], f"{name} in [{section}] of {config_file}")
         elif setting.default is msgspec.NODEFAULT:
             raise ConfigError(
                 f"{name} is missing: give {setting.flag}, set {setting.environment}, or write it into [{section}] of "
@@ -154,9 +154,8 @@ def given(settings: type[S], values: Mapping[str, object]) -> S:
     _refuse_unknown(values, known, "the arguments")
     if missing := [n for n, setting in known.items() if setting.default is msgspec.NODEFAULT and n not in values]:
         raise ConfigError(f"{missing[0]} is missing")
-    return settings(
-        **{name: _convert(known[name], value, name, strict=True) for name, value in values.items() if value is not None}
-    )
+    passed = {name: value for name, value in values.items() if value is not None}
+    return settings(**{name: _convert(known[name], value, name) for name, value in passed.items()})
 
 
 def section_of(config_file: Path | None, section: str) -> dict[str, Any]:
@@ -254,7 +253,7 @@ def _refuse_unknown(found: Iterable[str], known: Iterable[str], where: str) -> N
             raise ConfigError(f"unknown key {key} in {where}{nearest(key, right)}")
 
 
-def _convert(setting: Setting, value: object, source: str, *, strict: bool) -> object:
+def _convert(setting: Setting, value: object, source: str, *, strict: bool = True) -> object:
     try:
         found: object = msgspec.convert(value, setting.type, strict=strict, dec_hook=_custom)
     except (msgspec.ValidationError, TypeError, ValueError) as error:

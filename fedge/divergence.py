@@ -60,7 +60,6 @@ def _element(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float
 
 
 def _weighted_log(a: NDArray[np.float64], total: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Elementwise a * ln(2a / total), 0 where a = 0."""
     positive = a > 0
     ratio = np.where(positive, 2.0 * a, 1.0) / np.where(positive, total, 1.0)
     return np.where(positive, a, 0.0) * np.log(ratio)

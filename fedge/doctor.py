@@ -324,7 +324,6 @@ def of_the_broker(settings: DoctorSettings) -> Iterator[Finding]:
 
 
 def _knock(broker: BrokerSettings) -> None:
-    """Open a TCP connection, with TLS if requested."""
     with socket.create_connection((broker.host, broker.port), timeout=PATIENCE_S) as tcp:
         if (context := broker.tls()) is not None:
             context.wrap_socket(tcp, server_hostname=broker.host).close()

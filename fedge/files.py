@@ -124,13 +124,11 @@ def read_kept(path: Path, decode: Callable[[bytes], T]) -> T | None:
         return decode(path.read_bytes())
     except FileNotFoundError:
         return None
-    except DAMAGED as error:
-        put_aside(path, error)
-    except OSError as error:
-        if error.errno != errno.EIO:
+    except (OSError, *DAMAGED) as error:
+        if not isinstance(error, DAMAGED) and error.errno != errno.EIO:
             raise StoreError(f"cannot read {path}: {error}") from error
         put_aside(path, error)
-    return None
+        return None
 
 
 def read_lasting(path: Path, decode: Callable[[bytes], T]) -> T | None:
@@ -287,34 +285,6 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def replace_folder(folder: Path, finished: Path) -> None:
-    """Rename `finished`, which lies beside it, to `folder`, durably. An existing one is moved aside, then removed.
-
-    Raises:
-        OSError: the disk is full or broken.
-    """
-    sync(finished)
-    old = None
-    if folder.exists():
-        old = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".replaced-"))
-        folder.rename(old / "bundle")
-    finished.rename(folder)
-    sync(folder.parent)
-    if old is not None:
-        shutil.rmtree(old, ignore_errors=True)
-
-
-def _rename_to_new(folder: Path, finished: Path) -> None:
-    sync(finished)
-    try:
-        finished.rename(folder)
-    except OSError as error:
-        if error.errno in {errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR}:
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(folder)) from error
-        raise
-    sync(folder.parent)
-
-
 @contextmanager
 def whole_folder(folder: Path, *, replace: bool = True) -> Iterator[Path]:
     """A folder to fill, which lies beside `folder` and takes its place durably when the block ends well.
@@ -335,12 +305,26 @@ def whole_folder(folder: Path, *, replace: bool = True) -> Iterator[Path]:
     unfinished = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".unfinished-"))
     try:
         yield unfinished
-        if replace:
-            replace_folder(folder, unfinished)
-        else:
-            _rename_to_new(folder, unfinished)
+        sync(unfinished)
+        old = _moved_aside(folder) if replace and folder.exists() else None
+        try:
+            unfinished.rename(folder)
+        except OSError as error:
+            if error.errno in {errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR}:
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(folder)) from error
+            raise
+        sync(folder.parent)
+        if old is not None:
+            shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _moved_aside(folder: Path) -> Path:
+    """The new place of a folder that is to be removed."""
+    old = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".replaced-"))
+    folder.rename(old / "bundle")
+    return old
 
 
 @contextmanager
@@ -373,8 +357,7 @@ def remove_unread(folder: Path) -> None:
         OSError: somebody is `reading` it (BlockingIOError), or the disk is broken.
     """
     with exclusive(folder):
-        old = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".replaced-"))
-        folder.rename(old / "bundle")
+        old = _moved_aside(folder)
     shutil.rmtree(old, ignore_errors=True)
 
 

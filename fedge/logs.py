@@ -108,7 +108,6 @@ def _said(record: logging.LogRecord) -> dict[str, object]:
 
 
 def _value(value: object) -> object:
-    """As JSON has it."""
     if isinstance(value, float):
         return value if abs(value) < float("inf") else str(value)
     return value if value is None or isinstance(value, bool | int) else str(value)

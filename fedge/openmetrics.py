@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
 
-from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 
@@ -20,22 +20,7 @@ def family(
     return made
 
 
-class _Collector:
-    def __init__(self, metrics: Iterable[Metric]) -> None:
-        self._metrics = metrics
-
-    def collect(self) -> Iterator[Metric]:
-        """Collect for the registry; thanks to `describe` it is not called at registration."""
-        yield from self._metrics
-
-    def describe(self) -> Iterator[Metric]:
-        """Describe nothing in advance."""
-        yield from ()
-
-
 def exposition(metrics: Iterable[Metric], accept: str) -> tuple[bytes, str]:
     """The text in a format that the client accepts, and its content type."""
     encode, content_type = choose_encoder(accept)
-    registry = CollectorRegistry()
-    registry.register(_Collector(metrics))
-    return encode(registry), content_type
+    return encode(SimpleNamespace(collect=lambda: metrics)), content_type

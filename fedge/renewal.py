@@ -58,7 +58,6 @@ class Renewal:
         self._transport.on_connect(self._ask)
 
     def _own(self) -> x509.Certificate | None:
-        """Our certificate, if it is this device's."""
         from fedge.certificates import load_certificate
 
         certificate = load_certificate(_path(self._transport.settings.cert_file))
@@ -112,11 +111,7 @@ class Renewal:
             await self._transport.publish(inbound.topic, b"", retain=True)
 
     def _checked(self, data: bytes, own: x509.Certificate) -> x509.Certificate:
-        """The certificate in an answer.
-
-        Raises:
-            ProtocolError: `certificate`: not for us.
-        """
+        """The certificate in an answer."""
         from cryptography import x509
 
         from fedge.certificates import UNREADABLE, is_issued_by, load_certificate

@@ -1,10 +1,14 @@
-"""Which devices take part in a stage of a rollout; each device decides for itself, by the same rule."""
+"""What both sides of a rollout agree on, above all which devices take part in a stage: each decides for itself."""
 
 from __future__ import annotations
 
 import hashlib
+from typing import Final
 
 from fedge.messages import Rollout
+
+MAX_METADATA_BYTES: Final = 1 << 20
+"""Limit of one file of signed metadata; devices fetch no larger one."""
 
 
 def place(rollout_id: str, device_id: str) -> float:

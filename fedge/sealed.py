@@ -193,11 +193,7 @@ class Signed:
     def _checked(
         self, topic: str, data: bytes, roles: Sequence[Role], name: str
     ) -> tuple[Envelope, Subject, EllipticCurvePublicKey]:
-        """The bytes signed for this topic by a member in one of these roles, and the signer; replays are not detected.
-
-        Raises:
-            ProtocolError: as `open`, except `replayed`.
-        """
+        """The envelope, signed for this topic by a member in one of these roles, and the signer; replays pass."""
         if not data.startswith(BEGINS):
             raise ProtocolError("unsigned", f"a {roles[0]} of {self.subject.federation} signs what it says")
         if len(data) > MAX_MESSAGE_BYTES + MAX_ENVELOPE_BYTES:

@@ -217,11 +217,7 @@ def _parquet(schema: Schema, file: Path, labelled: bool) -> Iterator[Cells]:
 
 
 def _columns(schema: Schema, file: Path, there: Iterable[str], labelled: bool) -> list[str]:
-    """The columns to read, each once.
-
-    Raises:
-        ConfigError: one is missing, appears twice, or is not in the schema.
-    """
+    """The columns to read, each once."""
     there = list(there)
     needed = [*(c.name for c in schema.columns), *filter(None, (schema.sensitive, schema.user))]
     needed += [schema.target] * (labelled or schema.target in there)

@@ -386,12 +386,7 @@ class _Connection:
     # ------------------------------------------------------------------------------------------------- life
 
     async def open(self) -> Properties | None:
-        """Connect and wait for CONNACK; returns its properties.
-
-        Raises:
-            _RefusedError: the broker refused, or closed silently.
-            OSError: it could not be reached in time.
-        """
+        """Connect and wait for CONNACK; returns its properties."""
         connecting = self._in_daemon(self._connect)
         try:
             await asyncio.shield(connecting)
@@ -489,7 +484,6 @@ class _Connection:
             self._loop.remove_reader(sock)
 
     def resume(self) -> None:
-        """Continue reading."""
         sock = self._client.socket()
         if self._paused and sock is not None and not self.closed.done():
             self._paused = False
@@ -529,7 +523,6 @@ class _Connection:
     # ---------------------------------------------------------------------------------------------- packets
 
     def send(self, publish: _Publish) -> int:
-        """Hand a publish to paho and return its packet id."""
         values = {"MessageExpiryInterval": publish.expires_in_s, "CorrelationData": publish.correlation}
         properties = self._properties(PacketTypes.PUBLISH, **values)
         while True:
@@ -538,17 +531,11 @@ class _Connection:
                 return info.mid
 
     def acknowledge(self, packet_id: int) -> None:
-        """Acknowledge a message, if it belongs to this connection."""
         if not self.closed.done():
             self._client.ack(packet_id, 1)
 
     async def subscribe(self, topic_filter: str) -> None:
-        """Subscribe and wait for the grant.
-
-        Raises:
-            TransportError: the broker refused the filter.
-            asyncio.CancelledError: the connection is gone (or the caller was cancelled).
-        """
+        """Subscribe and wait for the grant."""
         _, packet_id = self._client.subscribe(topic_filter if self.shares else unshared(topic_filter), qos=1)
         if packet_id is None or self.closed.done():
             return

@@ -34,10 +34,11 @@ from deploy.link import (
     too_much,
 )
 from deploy.slots import Slots
-from deploy.trust import MAX_METADATA_BYTES, install_root
+from deploy.trust import install_root
 from fedge.egress import PRIVACY_LEDGER
 from fedge.errors import StoreError, UpdateRejected
 from fedge.messages import Announcement, BlobRef, Health, Phase, Quality, Rollout, RolloutState, decode, encode
+from fedge.rollout import MAX_METADATA_BYTES
 from fedge.tensors import digest_of
 from fedge.transport import BrokerSettings, Inbound
 

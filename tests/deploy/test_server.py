@@ -210,7 +210,7 @@ async def test_prometheus_reads_what_was_counted():
 
 async def test_without_prometheus_client_metrics_say_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    for module in ("deploy.metrics", "fedge.openmetrics"):
+    for module in ("deploy.metrics", "fedge.openmetrics", "prometheus_client.core", "prometheus_client.exposition"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     async with serving() as (_, session):
         status, content = await ask(session, path="/metrics", method="GET")

@@ -14,9 +14,10 @@ from msgspec.structs import replace
 from securesystemslib.signer import CryptoSigner
 from tuf.api.metadata import Metadata
 
-from deploy.trust import MAX_METADATA_BYTES, Trust, install_root
+from deploy.trust import Trust, install_root
 from fedge.errors import ConfigError, UpdateRejected
 from fedge.messages import Announcement, Rollout, RolloutState, encode
+from fedge.rollout import MAX_METADATA_BYTES
 
 from .power import in_a_process_cut_off_at
 from .repository import PAST, Simulator

@@ -13,7 +13,6 @@ from fedge.files import (
     BlobFolder,
     InUseError,
     locked,
-    replace_folder,
     require_writable,
     volatile,
     whole_folder,
@@ -94,10 +93,8 @@ def test_readers_see_the_old_or_the_new_bytes_never_a_part(tmp_path: Path) -> No
 
 def test_a_folder_is_replaced_as_a_whole_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
     for number in range(2):
-        finished = tmp_path / ".unfinished"
-        finished.mkdir()
-        (finished / f"{number}").write_bytes(b"x")
-        replace_folder(tmp_path / "folder", finished)
+        with whole_folder(tmp_path / "folder") as finished:
+            (finished / f"{number}").write_bytes(b"x")
         assert [p.relative_to(tmp_path).as_posix() for p in sorted(tmp_path.rglob("*"))] == [
             "folder", f"folder/{number}",
         ]  # fmt: skip
