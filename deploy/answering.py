@@ -11,10 +11,9 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.drift import Drift
 from deploy.engines import How
 from deploy.examination import Limits, allowed_ms
-from deploy.quality import MAX_COMPARED, Paired
+from deploy.quality import MAX_COMPARED, Drift, Paired
 from deploy.runtime import Prediction, Runtime, load_update
 from deploy.slots import Slots
 from fedge.bundle import Reference, digest_in

@@ -163,15 +163,13 @@ class Separate:
         self._n_classes = bundle.manifest.task.n_classes
         self.providers = self._sessions[0].providers
 
-    def run(self, x: Floats) -> list[Floats]:
-        """The outputs of model inputs, as of `Whole`."""
-        return self.run_all(x)
-
     def run_all(self, x: Floats) -> list[Floats]:
-        """The outputs of model inputs with nothing skipped; bounds stay unchanged."""
+        """The outputs of model inputs, as of `Whole`, with nothing skipped; bounds stay unchanged."""
         with np.errstate(all="ignore"):
             gate = gate_scores(self._how, x)
         return fuse(self._how, [self._logits(k, x) for k in range(len(self._sessions))], gate)
+
+    run = run_all
 
     def _logits(self, k: int, x: Floats) -> Floats:
         """(n, C) of candidate k."""

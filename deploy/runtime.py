@@ -134,13 +134,11 @@ class Runtime:
             inputs = apply(self.task, self.as_batch(x))
         if not len(inputs) or not np.isfinite(inputs).all():
             raise ConfigError("samples must be one or more, and hold finite numbers alone")
-        return self._predicted(inputs, begin)
+        return self.predict_inputs(inputs, begin)
 
-    def predict_inputs(self, x: Floats) -> Prediction:
-        """Predict model inputs, (n, *input_shape) float32, which are already preprocessed."""
-        return self._predicted(x, time.perf_counter())
-
-    def _predicted(self, x: Floats, begin: float) -> Prediction:
+    def predict_inputs(self, x: Floats, begin: float | None = None) -> Prediction:
+        """Predict model inputs, (n, *input_shape) float32, already preprocessed; the work began at `begin`."""
+        begin = time.perf_counter() if begin is None else begin
         probabilities, weights, energies = self._engine.run(x)
         index = probabilities.argmax(axis=1).astype(np.int64)
         return Prediction(

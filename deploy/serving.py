@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from deploy import protocol
 from deploy.answering import Answering
 from deploy.batching import Answer, Batcher, BusyError
-from deploy.drift import Drift
+from deploy.quality import Drift
 from deploy.runtime import Runtime
 from fedge.bundle import Manifest, Reference
 from fedge.errors import ConfigError

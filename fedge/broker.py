@@ -71,17 +71,16 @@ def choose(kind: str) -> str:
 
 def mosquitto_config(listener: str, home: Path | None = None) -> str:
     """A Mosquitto configuration around its listener; `home`: the folder for retained messages."""
-    lines = (
-        listener,
-        "persistence false" if home is None else f"persistence true\npersistence_location {home.absolute()}/",
-        # As root it would change its user, and the kernel would then forget to kill it with us.
-        f"user {getpass.getuser()}",
-        "log_dest stderr",
-        "log_type error",
-        "log_type warning",
-        "",
-    )
-    return "\n".join(lines)
+    kept = "persistence false" if home is None else f"persistence true\npersistence_location {home.absolute()}/"
+    return f"""\
+{listener}
+{kept}
+# As root it would change its user, and the kernel would then forget to kill it with us.
+user {getpass.getuser()}
+log_dest stderr
+log_type error
+log_type warning
+"""
 
 
 def free_port(host: str) -> int:
@@ -161,10 +160,12 @@ class LocalBroker:
             )
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                while not await self._accepts():  # noqa: ASYNC110 - nothing tells when another program listens
+                while self._process.returncode is None and not await self._listens():  # noqa: ASYNC110 - nothing tells
                     await asyncio.sleep(POLL_S)
         except TimeoutError as error:
             raise TransportError(f"{self.name} did not listen on {self.host}:{self.port}: {self._log_end()}") from error
+        if self._process.returncode is not None:
+            raise TransportError(f"{self.name} ended at once ({self._process.returncode}): {self._log_end()}")
         log.info("event=broker_started kind=%s host=%s port=%d", self.name, self.host, self.port)
 
     def _command(self, home: Path) -> list[str]:
@@ -174,19 +175,13 @@ class LocalBroker:
         if self._identity is None:
             text = mosquitto_config(mosquitto.for_everybody(self.host, self.port))
         else:
-            (home / mosquitto.ACCESS_LIST).write_text(mosquitto.access_list(federation_of(self._identity)))
+            (home / mosquitto.ACCESS_LIST).write_text(mosquitto.access_list(_federation_of(self._identity)))
             folder = self._identity.absolute()
             listener = mosquitto.for_members(folder, home.absolute(), self.port, self.host)
             text = mosquitto_config(mosquitto.before_listeners() + listener, home)
         config.write_text(text, encoding="utf-8")
         program = mosquitto_path() or "mosquitto"
         return child.command("fedge.broker", "--exec", str(os.getpid()), program, "-c", str(config))
-
-    async def _accepts(self) -> bool:
-        assert self._process is not None
-        if self._process.returncode is not None:
-            raise TransportError(f"{self.name} ended at once ({self._process.returncode}): {self._log_end()}")
-        return await self._listens()
 
     async def _listens(self) -> bool:
         try:
@@ -257,12 +252,7 @@ class LocalBroker:
             await process.wait()
 
 
-def federation_of(identity: Path) -> str:
-    """The federation of a broker's identity.
-
-    Raises:
-        ConfigError: it is not a broker's identity.
-    """
+def _federation_of(identity: Path) -> str:
     from fedge.certificates import load_certificate
 
     subject = subject_of(load_certificate(identity / CERTIFICATE))
@@ -274,7 +264,7 @@ def federation_of(identity: Path) -> str:
 # ------------------------------------------------------------------------------------------------------- the child
 
 
-async def serve_amqtt(host: str, port: int) -> None:
+async def _serve_amqtt(host: str, port: int) -> None:
     """Run amqtt until SIGTERM, open to everybody and without its logging plugins."""
     from amqtt.broker import Broker
 
@@ -299,7 +289,7 @@ def main(arguments: list[str]) -> None:
         case ["--amqtt", host, port, parent]:
             child.die_with_parent(int(parent))
             logging.basicConfig(level=logging.ERROR)
-            asyncio.run(serve_amqtt(host, int(port)))
+            asyncio.run(_serve_amqtt(host, int(port)))
         case _:
             raise SystemExit(f"this is a part of `fedge broker`; got {arguments}")
 

@@ -83,12 +83,9 @@ def in_words(line: Line) -> str:
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(line.last)) if line.day else "before that    "
     step, _, order = line.about.rpartition(" ")
     about = f" of {step or 'no result'}, order {order}" if order else ""
-    told = ", ".join(_words(kind) for kind in line.kinds) or Reveals.NOTHING.words
+    known = {str(kind): kind.words for kind in Reveals}
+    told = ", ".join(known.get(kind, kind) for kind in line.kinds) or Reveals.NOTHING.words  # or from a newer fedge
     return f"{when}  {line.n:6} x {line.bytes:12,} bytes  {NOUNS.get(line.message, line.message)}{about}: {told}"
-
-
-def _words(kind: str) -> str:
-    return Reveals(kind).words if kind in list(Reveals) else kind  # from a newer fedge
 
 
 def fields() -> Iterator[tuple[Reveals, list[str]]]:

@@ -137,12 +137,9 @@ def lines(home: Path) -> list[Line]:
     if not (home / FILE).exists():
         return []
     with _guarded(home / FILE), contextlib.closing(_opened(home / FILE)) as db:
+        db.row_factory = sqlite3.Row
         rows = db.execute("SELECT day, message, about, kinds, n, bytes, first, last FROM left ORDER BY day, id")
-        return [
-            Line(day=day, message=message, about=about, kinds=tuple(kinds.split(",") if kinds else ()), **counts)
-            for day, message, about, kinds, *found in rows
-            for counts in [dict(zip(("n", "bytes", "first", "last"), found, strict=True))]
-        ]
+        return [Line(**{**row, "kinds": tuple(filter(None, row["kinds"].split(",")))}) for row in rows]
 
 
 def _opened(path: Path) -> sqlite3.Connection:

@@ -10,8 +10,8 @@ import pytest
 from PIL import Image
 
 from deploy.answering import Answering
-from deploy.drift import WINDOW
 from deploy.examination import Limits
+from deploy.quality import WINDOW
 from deploy.runtime import load
 from deploy.serving import Fixed
 from deploy.slots import Slots
