@@ -111,7 +111,7 @@ def variants(runtime: Runtime, shifted: Runtime, x: np.ndarray) -> tuple[dict[st
     omega = np.log(np.maximum(share, 1e-38)).astype(np.float32)
 
     def with_weights(log_weights: np.ndarray) -> Formula:
-        return replace(how, gate=replace(how.gate, out=np.zeros_like(how.gate.out), out_bias=log_weights))
+        return replace(how, out=np.zeros_like(how.out), out_bias=log_weights)
 
     def with_beta(formula: Formula, beta: float) -> Formula:
         return replace(formula, beta=np.float32(beta))

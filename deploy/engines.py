@@ -126,7 +126,7 @@ def make(
     if engine == "int8":
         return Whole(Session(bundle.folder / INT8, bundle.folder, threads, providers, changed))
     experts = [k for k, c in enumerate(bundle.manifest.candidates) if c.role.is_shared]
-    how = fusion.prepared(bundle.manifest.task.input_shape, numbers() | changed, experts, bundle.manifest.fusion.top)
+    how = fusion.prepared(numbers() | changed, experts, bundle.manifest.fusion.top)
     return (Lazy if engine == "lazy" else Separate)(bundle, how, threads, providers)
 
 

@@ -1,4 +1,4 @@
-"""A bundle's quality: on the device's validation samples, on samples labelled later, and whether inputs have drifted."""
+"""A bundle's quality on the device's own validation samples and on samples labelled later, and the drift of inputs."""
 
 from __future__ import annotations
 

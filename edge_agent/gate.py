@@ -53,7 +53,7 @@ def train_gate(
     rows = usable.any(axis=1)
     if len(x) < MIN_SAMPLES or not rows.any():
         return GateWeights.untrained(x.shape[1:], log_p.shape[1])
-    inputs = gate_features(x)
+    inputs = gate_features(x.astype(np.float64))
     mean, scale = _standardisation(inputs) if x.ndim != 4 else (0.0, 1.0)
     network = _network(inputs.shape[1], log_p.shape[1], seed)
     _fit(

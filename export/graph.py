@@ -19,12 +19,15 @@ from export.branch import IR_VERSION, branch
 from export.mixture import Mixture
 from fedge.bundle import INPUT, LOGITS, OUTPUTS, Bundle, slot
 from fedge.fusion import LOWEST, MIN_ENERGY_STD, log_weights
-from fedge.task import SMALL_WINDOW, TaskSpec, gate_pool
+from fedge.task import TaskSpec, gate_pool
 from fedge.tensors import Place, places_in
 
 if TYPE_CHECKING:
     import onnx
 
+SMALL_WINDOW: Final = 16
+"""Up to so many pixels in a window, images of 32 x 32, it is faster to multiply every pixel by the gate's first layer
+than to take means first; with more of them that layer's weights are too much to read for one sample."""
 LARGE: Final = 1024
 """Bytes of a constant that all branches share."""
 

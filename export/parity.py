@@ -80,9 +80,9 @@ def features_of(
     return f.numpy().astype(np.float64), logits.numpy().astype(np.float64)
 
 
-def formula(mixture: Mixture, input_shape: tuple[int, ...]) -> Formula:
+def formula(mixture: Mixture) -> Formula:
     """The mixture's formula in float64."""
-    return prepared(input_shape, gate_tensors(mixture, np.float64), mixture.experts, mixture.top)
+    return prepared(gate_tensors(mixture, np.float64), mixture.experts, mixture.top)
 
 
 def expected(
@@ -98,7 +98,7 @@ def expected(
     `lean`: 0, or as `leaning` has it for routers; then the candidates that have a weight in `found`, the graph's
     outputs, are favoured by rounding, too.
     """
-    how = formula(mixture, task.input_shape)
+    how = formula(mixture)
     logits = logits_of(task, layout, [c.model for c in mixture.candidates], x, lean).astype(np.float64)
     scores = gate_scores(how, x.astype(np.float64))
     if lean:

@@ -15,18 +15,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedge.task import SMALL_WINDOW, gate_pool
+from fedge.task import gate_pool
 
 if TYPE_CHECKING:
     from fedge.steps.fit_weights import Calibration
 
 Array = NDArray[np.float64]
 Floats = NDArray[np.floating]
+F = TypeVar("F", bound=np.floating)
 Numbers = Mapping[str, NDArray[Any]]
 """The tensors of a gate's part by name."""
 
@@ -94,15 +95,15 @@ def log_mixture(log_q: Array, scores: Array) -> Array:
     return log_p
 
 
-def gate_features(inputs: Floats) -> Array:
+def gate_features(x: NDArray[F]) -> NDArray[F]:
     """The gate's inputs (n, F) of model inputs (n, *input_shape): means over complete windows (`gate_pool`), flat."""
-    x: Array = inputs.astype(np.float64)
     rows, columns = gate_pool(x.shape[1:])
     if (rows, columns) != (1, 1):
         n, channels, height, width = x.shape
         down, across = height // rows, width // columns
-        x = x[:, :, : down * rows, : across * columns].reshape(n, channels, down, rows, across, columns)
-        x = x.mean(axis=(3, 5))
+        windows = x[:, :, : down * rows, : across * columns].reshape(n, channels * down, rows, across * columns)
+        lines = np.add.reduce(windows, axis=2).reshape(n, -1, columns)
+        x = np.add.reduce(lines, axis=2) / x.dtype.type(rows * columns)
     return x.reshape(len(x), -1)
 
 
@@ -115,25 +116,6 @@ def n_gate_features(input_shape: tuple[int, ...]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Gate:
-    """r + log ω of a sample: two layers over its pixels, or over sums of windows if these are large.
-
-    Attributes:
-        kernel: windows whose rows are summed first; (1, 1): the input unchanged.
-        hidden: (F, H); includes the mean over a window, or what remains of it.
-        hidden_bias: (H,).
-        out: (H, M).
-        out_bias: (M,).
-    """
-
-    kernel: tuple[int, int]
-    hidden: Floats
-    hidden_bias: Floats
-    out: Floats
-    out_bias: Floats
-
-
-@dataclass(frozen=True, slots=True)
 class Formula:
     """Everything that determines a prediction, given the logits of M candidates.
 
@@ -143,7 +125,10 @@ class Formula:
     κ_k π) unless they are the same, and one for the guard if it has a share.
 
     Attributes:
-        gate: see `Gate`.
+        hidden: (F, H) of the gate, two layers over `gate_features`, which gives r + log ω.
+        hidden_bias: (H,).
+        out: (H, M).
+        out_bias: (M,).
         mean: (M,) μ.
         inverse_std: (M,) 1 / σ.
         low: bounds of the standardised energy, infinite if unclipped.
@@ -159,7 +144,10 @@ class Formula:
         tame: if no logit is larger in absolute value, no row exceeds `SAFE`.
     """
 
-    gate: Gate
+    hidden: Floats
+    hidden_bias: Floats
+    out: Floats
+    out_bias: Floats
     mean: Floats
     inverse_std: Floats
     low: np.floating
@@ -175,8 +163,8 @@ class Formula:
     tame: np.floating
 
 
-def prepared(input_shape: tuple[int, ...], numbers: Numbers, experts: Sequence[int], top: int) -> Formula:
-    """The formula for inputs of a shape, in the precision of its numbers; see `Formula` for the rest."""
+def prepared(numbers: Numbers, experts: Sequence[int], top: int) -> Formula:
+    """The formula in the precision of its numbers; see `Formula` for the rest."""
     n_candidates, dtype = len(numbers["energy.mean"]), numbers["energy.mean"].dtype
     rows, mixed, guard = [*range(n_candidates)], 0, numbers["guard.share"][0]
     scale, prior = np.ones((n_candidates, 1), dtype), np.zeros((n_candidates, 1), dtype)
@@ -188,7 +176,10 @@ def prepared(input_shape: tuple[int, ...], numbers: Numbers, experts: Sequence[i
         prior = np.concatenate([np.zeros_like(own_prior[:n_candidates]), own_prior[:n_calibrated]])
         mixed = n_candidates
     return Formula(
-        gate=_gate(input_shape, numbers),
+        hidden=np.ascontiguousarray(numbers["gate.hidden.weight"].T),
+        hidden_bias=numbers["gate.hidden.bias"],
+        out=np.ascontiguousarray(numbers["gate.out.weight"].T),
+        out_bias=numbers["gate.out.bias"],
         mean=numbers["energy.mean"],
         inverse_std=numbers["energy.inverse_std"],
         low=dtype.type(numbers["energy.low"]),
@@ -202,26 +193,6 @@ def prepared(input_shape: tuple[int, ...], numbers: Numbers, experts: Sequence[i
         experts=np.array(experts, np.int64),
         top=top,
         tame=(SAFE - np.abs(prior).max()) / np.abs(scale).max(),
-    )
-
-
-def _gate(input_shape: tuple[int, ...], numbers: Numbers) -> Gate:
-    rows, columns = gate_pool(input_shape)
-    hidden = numbers["gate.hidden.weight"].T / np.float32(rows * columns)
-    if 1 < rows * columns <= SMALL_WINDOW:
-        channels, height, width = input_shape
-        of_pixels = np.zeros((*input_shape, hidden.shape[1]), hidden.dtype)
-        windows = hidden.reshape(channels, height // rows, width // columns, -1)
-        each = windows.repeat(rows, axis=1).repeat(columns, axis=2)
-        of_pixels[:, : each.shape[1], : each.shape[2]] = each
-        rows = columns = 1
-        hidden = of_pixels.reshape(-1, hidden.shape[1])
-    return Gate(
-        (rows, columns),
-        np.ascontiguousarray(np.repeat(hidden, columns, axis=0)),
-        numbers["gate.hidden.bias"],
-        np.ascontiguousarray(numbers["gate.out.weight"].T),
-        numbers["gate.out.bias"],
     )
 
 
@@ -265,17 +236,10 @@ def shifted(numbers: Numbers) -> dict[str, NDArray[Any]]:
 
 def gate_scores(how: Formula, x: Floats) -> Floats:
     """Scores r + log ω, (n, M), of model inputs (n, *input_shape)."""
-    gate = how.gate
-    rows, columns = gate.kernel
-    if gate.kernel != (1, 1):
-        n, channels, height, width = x.shape
-        height, width = height // rows, width // columns * columns
-        x = x[:, :, : height * rows, :width].reshape(n, channels * height, rows, width)
-        x = np.add.reduce(x, axis=2)
-    hidden = x.reshape(len(x), -1) @ gate.hidden
-    hidden += gate.hidden_bias
-    scores: Floats = np.maximum(hidden, _ZERO, out=hidden) @ gate.out
-    scores += gate.out_bias
+    hidden = gate_features(x) @ how.hidden
+    hidden += how.hidden_bias
+    scores: Floats = np.maximum(hidden, _ZERO, out=hidden) @ how.out
+    scores += how.out_bias
     return scores
 
 

@@ -101,11 +101,6 @@ class TaskSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         return hashlib.sha256(msgspec.json.encode(self, order="deterministic")).hexdigest()[:16]
 
 
-SMALL_WINDOW: Final = 16
-"""Up to so many pixels in a window, images of 32 x 32, it is faster to multiply every pixel by the gate's first layer
-than to take means first; with more of them that layer's weights are too much to read for one sample."""
-
-
 def gate_pool(input_shape: tuple[int, ...]) -> tuple[int, int]:
     """Pooling window of the image that the gate sees, so that at most 8 x 8 remain (scmoe_pfl.md 11.1).
 

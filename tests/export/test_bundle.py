@@ -157,9 +157,9 @@ def test_a_bundle_that_disagrees_leaves_nothing(tmp_path, logits, monkeypatch):
     before = files(tmp_path / "1")
     formula = export.parity.formula
 
-    def other(mixture, input_shape):
+    def other(mixture):
         candidates = tuple(replace(c, temperature=1.01) for c in mixture.candidates)
-        return formula(replace(mixture, candidates=candidates), input_shape)
+        return formula(replace(mixture, candidates=candidates))
 
     monkeypatch.setattr(export.parity, "formula", other)
     for name in ("1", "2"):

@@ -66,7 +66,7 @@ def test_an_expert_that_is_clearly_better_must_win(tmp_path: Path, monkeypatch: 
     logits = np.tile([[[1.0, 1.0, 1.0]], [[3.0, 0, 0]], [[0, 3.0, 0]]], (1, 5, 1))
     other = mixture_of(logits, weights=[0.4, 0.3, 0.3 * 1.001], top=1)
     formula = parity.formula
-    monkeypatch.setattr(parity, "formula", lambda _, shape: formula(other, shape))
+    monkeypatch.setattr(parity, "formula", lambda _: formula(other))
     with pytest.raises(UpdateRejected, match="no bundle written"):
         write(tmp_path / "1", logits, mixture_of(logits, weights=[0.4, 0.3, 0.3], top=1))
 

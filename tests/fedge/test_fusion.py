@@ -35,9 +35,9 @@ from tests.support import oracle
 from tests.support.tables import by_formula, inputs, mixture_of, scores_of, write
 
 
-def formula_of(mixture, shape=(1,)):
+def formula_of(mixture):
     """In float32, as a runtime has it."""
-    return prepared(shape, gate_tensors(mixture), mixture.experts, mixture.top)
+    return prepared(gate_tensors(mixture), mixture.experts, mixture.top)
 
 
 def random_mixture(rng, logits, *, guard=None, top=2, gate=None, beta=0.5):
@@ -264,7 +264,7 @@ def test_gate_scores_are_those_of_the_specification(shape, kernel):
     wanted = oracle.gate_scores(held, torch.from_numpy(x).double(), kernel)
     np.testing.assert_allclose(scores_of(gate, x), wanted, atol=1e-12)
     mixture = mixture_of(np.zeros((3, 1, 2)), gate=gate, weights=[1.0] * 3)
-    np.testing.assert_allclose(gate_scores(formula_of(mixture, shape), x), wanted, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(gate_scores(formula_of(mixture), x), wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("guard", [None, Guard(2, 1.3, 0.5)])

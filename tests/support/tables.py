@@ -95,15 +95,15 @@ def mixture_of(
 
 def by_formula(mixture: Mixture, logits: NDArray[Any], scores: NDArray[Any] | float = 0.0) -> list[NDArray[Any]]:
     """Probabilities, weights and energies of logits (M, n, C) and gate scores r (n, M), in float64."""
-    how = formula(mixture, (1,))
-    gate = np.broadcast_to(scores + how.gate.out_bias, logits.shape[1::-1])
+    how = formula(mixture)
+    gate = np.broadcast_to(scores + how.out_bias, logits.shape[1::-1])
     return fuse(how, list(np.asarray(logits, np.float64)), gate)
 
 
 def scores_of(gate: GateWeights, x: NDArray[Any]) -> NDArray[Any]:
     """r(x), (n, M), of model inputs (n, *input_shape), in float64."""
     m = len(gate.out_bias)
-    how = formula(mixture_of(np.zeros((m, 1, 2)), gate=gate, weights=[1.0] * m), x.shape[1:])
+    how = formula(mixture_of(np.zeros((m, 1, 2)), gate=gate, weights=[1.0] * m))
     return gate_scores(how, x.astype(np.float64))
 
 
