@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Mapping, Sequence
-from functools import lru_cache, partial
 from typing import Annotated, Final, Literal
 
 import numpy as np
@@ -36,9 +35,6 @@ LARGE_PART_BYTES: Final = 40_000_000
 """From this size of a candidate on `auto` saves memory: sessions of 5 ResNet-18 add 428 MB, the fused graph 543."""
 NEGLIGIBLE: Final = 0.01
 """Share of the mixture that lazy evaluation leaves out at most, as far as its bounds hold."""
-
-MOST_SUBSETS: Final = 256
-"""Sets of candidates whose formula is kept."""
 
 ROUNDING: Final = 1e-4
 """Relative tolerance of an energy's bound, which another engine recorded."""
@@ -196,20 +192,16 @@ class Lazy(Separate):
         self._bounds = [0.0] * len(candidates)
         if how.beta:
             self._bounds = fusion.counted(how, np.array(recorded, np.float32)).tolist()
-        self._only = lru_cache(MOST_SUBSETS)(partial(fusion.only, how))
 
     def run(self, x: Floats) -> list[Floats]:
         """The outputs of model inputs."""
         with np.errstate(all="ignore"):
             gate = gate_scores(self._how, x)
-        p = np.empty((len(x), self._n_classes), np.float32)
-        weights, energies = np.zeros(gate.shape, np.float32), np.full(gate.shape, np.nan, np.float32)
+        logits = np.full((len(self._sessions), len(x), self._n_classes), np.nan, np.float32)
         for i in range(len(x)):
-            logits = self._sample(x[i : i + 1], gate[i].tolist())
-            kept = sorted(logits)
-            of_kept = fuse(self._only(tuple(kept)), [logits[k] for k in kept], gate[i : i + 1, kept])
-            p[i], weights[i, kept], energies[i, kept] = (output[0] for output in of_kept)
-        return [p, weights, energies]
+            for k, row in self._sample(x[i : i + 1], gate[i].tolist()).items():
+                logits[k, i] = row
+        return fuse(self._how, list(logits), gate)
 
     def _sample(self, x: Floats, gate: list[float]) -> dict[int, Floats]:
         """Logits (1, C) of the candidates that were run for one sample."""

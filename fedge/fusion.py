@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
@@ -199,26 +199,6 @@ def prepared(numbers: Numbers, experts: Sequence[int], top: int) -> Formula:
 def guarding(how: Formula) -> int:
     """The guard's candidate; -1: there is no guard."""
     return how.rows[-1] if how.guard else -1
-
-
-def only(how: Formula, kept: Sequence[int]) -> Formula:
-    """The formula of some of its candidates, in ascending order, as if all others were dropped.
-
-    If there is a guard, its candidate is one of them.
-    """
-    place = {k: i for i, k in enumerate(kept)}
-    rows = [i for i, k in enumerate(how.rows) if k in place]
-    index = list(kept)
-    return replace(
-        how,
-        mean=how.mean[index],
-        inverse_std=how.inverse_std[index],
-        rows=tuple(place[how.rows[i]] for i in rows),
-        scale=how.scale[rows],
-        prior=how.prior[rows],
-        mixed=len(kept) if how.mixed else 0,
-        experts=np.array([place[k] for k in how.experts.tolist() if k in place], np.int64),
-    )
 
 
 def shifted(numbers: Numbers) -> dict[str, NDArray[Any]]:
