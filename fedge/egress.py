@@ -140,16 +140,13 @@ class Rules:
             if kind not in self.allowed:
                 left_out[field.name] = _default(field)
             elif type(value) in TOLD:
-                left_out[field.name] = self._stripped_part(value, field)
+                try:
+                    left_out[field.name] = self.stripped(value)
+                except WithheldError:
+                    if field.required:
+                        raise
+                    left_out[field.name] = _default(field)
         return msgspec.structs.replace(message, **left_out)
-
-    def _stripped_part(self, part: Struct, field: msgspec.structs.FieldInfo) -> object:
-        try:
-            return self.stripped(part)
-        except WithheldError:
-            if field.required:
-                raise
-            return _default(field)
 
     def permitted(self, action: Action) -> bool:
         """Whether the action can be carried out unchanged."""

@@ -14,9 +14,7 @@ number, is refused.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import ssl
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
@@ -92,25 +90,6 @@ def subject_of(certificate: x509.Certificate) -> Subject | None:
         return None
     at_the_broker = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
     return subject if at_the_broker and at_the_broker[0].value == name else None
-
-
-def names_somebody(cert_file: str | Path) -> bool:
-    """Whether a certificate appears to be from a federation's authority; needs no `cryptography`."""
-    return URN.encode() in _der(cert_file)
-
-
-def mentions(cert_file: str | Path, name: str) -> bool:
-    """Whether a name occurs anywhere in a certificate; needs no `cryptography`."""
-    return name.encode() in _der(cert_file)
-
-
-def _der(cert_file: str | Path) -> bytes:
-    text = Path(cert_file).read_text(errors="replace")
-    _, begin, rest = text.partition("-----BEGIN CERTIFICATE-----")
-    body, end, _ = rest.partition("-----END CERTIFICATE-----")
-    with contextlib.suppress(ValueError):
-        return ssl.PEM_cert_to_DER_cert(begin + body + end)
-    return b""
 
 
 class Key:

@@ -27,7 +27,7 @@ import msgspec
 
 from fedge.errors import ConfigError, ProtocolError, StoreError, TransportError
 from fedge.files import read_kept, version_of, write_atomically
-from fedge.identity import CRL, Authority, Key, Role, Subject, mentions, names_somebody, out_of_date, verify
+from fedge.identity import CRL, URN, Authority, Key, Role, Subject, out_of_date, verify
 from fedge.messages import MAX_MESSAGE_BYTES
 from fedge.topics import Topics
 
@@ -280,8 +280,13 @@ def speaker(broker: BrokerSettings, subject: Subject, home: Path | None) -> Plai
     """
     if broker.cert_file is None:
         return Plain()
-    if not names_somebody(broker.cert_file):
-        if subject.role is Role.DEVICE and not mentions(broker.cert_file, subject.name):
+    from cryptography.hazmat.primitives.serialization import Encoding
+
+    from fedge.certificates import load_certificate
+
+    der = load_certificate(Path(broker.cert_file)).public_bytes(Encoding.DER)
+    if URN.encode() not in der:  # it is of another authority
+        if subject.role is Role.DEVICE and subject.name.encode() not in der:
             log.warning(
                 "event=other_name cert_file=%s detail=%r",
                 broker.cert_file,

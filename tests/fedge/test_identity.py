@@ -15,8 +15,6 @@ from fedge.identity import (
     Key,
     Role,
     Subject,
-    mentions,
-    names_somebody,
     subject_of,
     trouble_with,
     verify,
@@ -58,14 +56,6 @@ def test_who_is_not_named_as_agreed_is_nobody(authority: identities.Authority, u
     assert subject_of(x509.load_pem_x509_certificate(Path(files["cert_file"]).read_bytes())) is None
     with pytest.raises(ConfigError, match="names nobody of a federation"):
         key_of(files)
-
-
-def test_what_a_certificate_says_is_seen_without_parsing_it(authority: identities.Authority) -> None:
-    file = authority.issue("cam1")["cert_file"]
-    assert names_somebody(file)
-    assert mentions(file, "cam1")
-    assert not mentions(file, "cam2")
-    assert not names_somebody(authority.file)
 
 
 def test_a_signature_is_of_one_context_and_of_these_bytes_alone(authority: identities.Authority) -> None:
