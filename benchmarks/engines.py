@@ -166,7 +166,7 @@ def formula_and_gate(models: list[Model], layout, data: tuple, hands: list[dict]
         seen, new = (logits_of(TASK, layout, own, x[where]).astype(np.float64) for where in (fit, test))
         for name in log_p:
             made = scmoe_mixture(own, seen, x[fit], y[fit], decay=0.0, energy=name == "formula")
-            how = formula(made, TASK.input_shape)
+            how = formula(made)
             p = fuse(how, list(new), gate_scores(how, x[test].astype(np.float64)))[0]
             log_p[name] += np.log(np.maximum(p[np.arange(len(test)), y[test]], 1e-12)).tolist()
             right[name] += (p.argmax(axis=1) == y[test]).tolist()
