@@ -47,8 +47,7 @@ from sklearn.metrics import adjusted_rand_score
 from table import add_metrics, compared, measured, write
 
 from coordinator.clustering import aidc
-from coordinator.clustering.agglomerative import agglomerative
-from coordinator.clustering.kmeans import kmeans
+from coordinator.clustering.rivals import agglomerative, kmeans
 from coordinator.extractor_training import trained
 from coordinator.fleet.devices import Hardware
 from coordinator.fleet.simulated import SimulatedFleet
@@ -141,7 +140,7 @@ def clusterings(
     profiles: np.ndarray, halves: list[float], unit: float, k: int
 ) -> dict[str, Callable[[], aidc.Clusters]]:
     def of_aidc(unit: float, merge: float = 0.15, split: float = 0.18) -> aidc.Clusters:
-        return aidc.aidc(profiles, unit=unit, thresholds=aidc.Thresholds(merge, split))
+        return aidc.aidc(profiles, unit=unit, thresholds=(merge, split))
 
     return {
         "default": lambda: of_aidc(unit),

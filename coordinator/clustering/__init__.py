@@ -9,16 +9,14 @@ By default they make as many clusters as the paper's own, so that the number mak
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Final, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.clustering import aidc, mctc
-from coordinator.clustering.agglomerative import agglomerative
-from coordinator.clustering.kmeans import kmeans
-from coordinator.clustering.labels import by_label
 from coordinator.clustering.mctc import Found
+from coordinator.clustering.rivals import agglomerative, kmeans
 
 Vectors = NDArray[np.float64]
 Clustering = Literal["aidc", "mctc", "labels", "k-means", "agglomerative"]
@@ -75,17 +73,11 @@ class Labels:
 
     def own(self, rng: np.random.Generator) -> Found:  # noqa: ARG002 - nothing is drawn
         """Devices with equal feature."""
-        return Found(by_label(self.features))
+        psi = np.array(self.features, np.int64)
+        return Found(aidc.numbered([np.flatnonzero(psi == label).tolist() for label in np.unique(psi[psi >= 0])]))
 
 
 Features: TypeAlias = Profiles | Directions | Labels
-MADE_FOR: Final[dict[Clustering, tuple[type, ...]]] = {
-    "aidc": (Profiles,),
-    "mctc": (Directions,),
-    "labels": (Labels,),
-    "k-means": (Profiles, Directions),
-    "agglomerative": (Profiles, Directions),
-}
 
 
 def find_clusters(
@@ -94,13 +86,10 @@ def find_clusters(
     """Cluster N devices.
 
     Args:
-        how: the clustering.
+        how: the clustering; that of a paper takes its own kind of features.
         features: of the devices, by ascending id.
         rng: of k-means' starts and AIDC's subset.
         n_clusters: of the rivals, >= 1; None: see above.
-
-    Raises:
-        TypeError: the clustering does not support such features.
 
     Example:
         >>> angles = np.radians([0, 10, 90, 100])
@@ -108,13 +97,10 @@ def find_clusters(
         >>> [find_clusters(how, seen, rng=np.random.default_rng(0)).clusters for how in ("mctc", "k-means")]
         [((0, 1), (2, 3)), ((0, 1), (2, 3))]
     """
-    if not isinstance(features, MADE_FOR[how]):
-        made_for = " or ".join(kind.__name__.lower() for kind in MADE_FOR[how])
-        raise TypeError(f"{how} clusters {made_for}, not {type(features).__name__.lower()}")
     if isinstance(features, Labels) or how in {"aidc", "mctc"}:
         return features.own(rng)
     if how == "agglomerative" and n_clusters is None and isinstance(features, Profiles):
-        return Found(agglomerative(features.distances(), threshold=aidc.THRESHOLDS.merge))
+        return Found(agglomerative(features.distances(), threshold=aidc.MERGE))
     found = features.own(rng) if n_clusters is None else Found(())
     k = len(found.clusters) if n_clusters is None else n_clusters
     if how == "k-means":

@@ -30,25 +30,8 @@ EXACT_UP_TO: Final = 2000  # devices; above it the subset option is on
 ANCHORS: Final = 200  # of the subset option
 RECLUSTER_SHARE: Final = 0.2  # of devices that joined, left or changed (4.6)
 ETA: Final = 2.0  # how fast MinPts falls with the entropy, (6)
-
-
-@dataclass(frozen=True, slots=True)
-class Thresholds:
-    """theta_merge and theta_split, in units of D_ref.
-
-    Raises:
-        ValueError: unless 0 < theta_merge <= theta_split.
-    """
-
-    merge: float = 0.15
-    split: float = 0.18
-
-    def __post_init__(self) -> None:
-        if not 0 < self.merge <= self.split:
-            raise ValueError(f"need 0 < theta_merge <= theta_split, got {self.merge} and {self.split}")
-
-
-THRESHOLDS: Final = Thresholds()
+MERGE: Final = 0.15  # theta_merge, in units of D_ref
+SPLIT: Final = 0.18  # theta_split >= theta_merge
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +248,7 @@ def aidc(
     profiles: Vectors,
     *,
     unit: float,
-    thresholds: Thresholds = THRESHOLDS,
+    thresholds: tuple[float, float] = (MERGE, SPLIT),
     rng: np.random.Generator | None = None,
 ) -> Clusters:
     """Clusters of devices with similar profiles.
@@ -273,14 +256,14 @@ def aidc(
     Args:
         profiles: (N, q), by ascending device id, entries in [0, 1].
         unit: D_ref > 0, from `class_unit` or `split_half_unit`.
-        thresholds: theta_merge, theta_split.
+        thresholds: 0 < theta_merge <= theta_split.
         rng: draws 200 anchors; only used (and then needed) above 2000 devices.
 
     Returns:
         A partition; for the anchors every het <= theta_split and every between >= theta_merge.
 
     Raises:
-        ValueError: a profile, a parameter or the unit is out of range.
+        ValueError: a profile or the unit is out of range.
 
     Cost: O(N^2 q) time, 8 N^2 bytes; above 2000 devices O(N R q) and O(R^2 + R) for R anchors (4.5).
 
@@ -295,23 +278,24 @@ def aidc(
     if rng is None:
         raise ValueError(f"{n} devices need a random generator that draws the anchors")
     anchors = np.sort(rng.choice(n, size=ANCHORS, replace=False))
-    return _with_the_rest(profiles, anchors, _exact(profiles[anchors], unit, thresholds), unit, thresholds)
+    return _with_the_rest(profiles, anchors, _exact(profiles[anchors], unit, thresholds), unit, thresholds[1])
 
 
-def _exact(profiles: Vectors, unit: float, thresholds: Thresholds) -> Clusters:
+def _exact(profiles: Vectors, unit: float, thresholds: tuple[float, float]) -> Clusters:
     if len(profiles) < 2:
         return numbered([range(len(profiles))])
+    theta_merge, theta_split = thresholds
     distances = divergence_matrix(profiles, unit=unit)
     points = min_samples(len(profiles), entropy(profiles))
     labels = density_clusters(distances, radius(distances, points), points)
     dense = [np.flatnonzero(labels == k).tolist() for k in range(labels.max() + 1)]
-    pure = [piece for cluster in dense for piece in split(distances, cluster, thresholds.split)]
-    placed = place_noise(distances, pure, np.flatnonzero(labels < 0).tolist(), thresholds.split)
-    return merge(distances, placed, thresholds.merge)
+    pure = [piece for cluster in dense for piece in split(distances, cluster, theta_split)]
+    placed = place_noise(distances, pure, np.flatnonzero(labels < 0).tolist(), theta_split)
+    return merge(distances, placed, theta_merge)
 
 
 def _with_the_rest(
-    profiles: Vectors, anchors: NDArray[np.intp], found: Clusters, unit: float, thresholds: Thresholds
+    profiles: Vectors, anchors: NDArray[np.intp], found: Clusters, unit: float, theta: float
 ) -> Clusters:
     """Place all other devices, ascending, by the NOISE rule over anchors alone; a founder becomes an anchor (4.5)."""
     placed = [[int(anchors[i]) for i in cluster] for cluster in found]
@@ -319,7 +303,7 @@ def _with_the_rest(
     growing = _Growing(divergence_matrix(kept, unit=unit), found)
     for device in np.setdiff1d(np.arange(len(profiles)), anchors).tolist():
         row = divergence(profiles[device], kept) / unit
-        cluster = growing.rule(row, thresholds.split).cluster
+        cluster = growing.rule(row, theta).cluster
         if cluster is None:
             growing.add(len(kept), row, None)
             kept = np.vstack([kept, profiles[device]])
@@ -343,12 +327,12 @@ def place(newcomer: Vectors, clusters: Sequence[Vectors], *, unit: float) -> Pla
     def within(k: int) -> float:
         return float(divergence_matrix(clusters[k], unit=unit).sum())
 
-    return _noise_rule(sums, np.array([len(cluster) for cluster in clusters]), within, THRESHOLDS.split)
+    return _noise_rule(sums, np.array([len(cluster) for cluster in clusters]), within, SPLIT)
 
 
 def has_changed(old: Vectors, new: Vectors, *, unit: float) -> bool:
     """Whether a device with a new profile, (q,) each, must be removed and placed as a newcomer: D >= theta_merge."""
-    return bool(divergence(old, new) / _usable(unit) >= THRESHOLDS.merge)
+    return bool(divergence(old, new) / _usable(unit) >= MERGE)
 
 
 def needs_reclustering(n_moved: int, n_devices: int) -> bool:

@@ -14,7 +14,7 @@ from sklearn.datasets import load_digits
 from sklearn.metrics import adjusted_rand_score
 
 from coordinator.clustering import aidc
-from coordinator.clustering.aidc import Place, Thresholds
+from coordinator.clustering.aidc import MERGE, SPLIT, Place
 
 ROOT = Path(__file__).parents[3]
 
@@ -41,13 +41,12 @@ def labels(clusters):
 
 
 def assert_sound(clusters, distances):
-    thresholds = Thresholds()
     n = len(distances)
     assert sorted(i for c in clusters for i in c) == list(range(n))
     assert list(clusters) == sorted(tuple(sorted(c)) for c in clusters)
-    assert all(heterogeneity(distances, c) <= thresholds.split + 1e-9 for c in clusters)
+    assert all(heterogeneity(distances, c) <= SPLIT + 1e-9 for c in clusters)
     for k, a in enumerate(clusters):
-        assert all(between(distances, a, b) >= thresholds.merge - 1e-9 for b in clusters[:k])
+        assert all(between(distances, a, b) >= MERGE - 1e-9 for b in clusters[:k])
 
 
 # ------------------------------------------------------------------------------------------------------- divergence
@@ -131,9 +130,6 @@ def test_bad_profiles_and_parameters_are_refused():
             aidc.aidc(np.array([*wrong, [0, 0]]), unit=1.0)
     with pytest.raises(ValueError, match="D_ref"):
         aidc.aidc(np.eye(2), unit=0.0)
-    for merge, split in ((0.2, 0.1), (0.0, 0.1), (-1, 1)):
-        with pytest.raises(ValueError, match="theta_merge"):
-            Thresholds(merge, split)
 
 
 # ----------------------------------------------------------------------------------------- self-chosen parameters
@@ -312,8 +308,8 @@ def test_result_is_sound_for_any_input(profiles, unit):
 @given(profile_sets, st.sampled_from([0.5, 4.0]))  # powers of two scale without rounding: ties stay ties
 @settings(max_examples=40, deadline=None)
 def test_unit_and_thresholds_scale_alike(profiles, factor):
-    plain = aidc.aidc(profiles, unit=0.3, thresholds=Thresholds(0.15317, 0.18419))
-    scaled = aidc.aidc(profiles, unit=0.3 / factor, thresholds=Thresholds(0.15317 * factor, 0.18419 * factor))
+    plain = aidc.aidc(profiles, unit=0.3, thresholds=(0.15317, 0.18419))
+    scaled = aidc.aidc(profiles, unit=0.3 / factor, thresholds=(0.15317 * factor, 0.18419 * factor))
     assert scaled == plain
 
 

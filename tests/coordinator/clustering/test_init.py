@@ -2,8 +2,10 @@
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from coordinator.clustering import MADE_FOR, Directions, Labels, Profiles, aidc, find_clusters
+from coordinator.clustering import Directions, Labels, Profiles, aidc, find_clusters
 from coordinator.clustering.mctc import embedding, mctc
 
 GROUPS = ((0, 1, 2), (3, 4, 5), (6, 7, 8))
@@ -24,14 +26,32 @@ def features() -> list[Profiles | Directions | Labels]:
     ]
 
 
-@pytest.mark.parametrize("how", MADE_FOR)
-def test_each_finds_planted_groups_in_what_it_is_made_for(how) -> None:
-    for seen in features():
-        if isinstance(seen, MADE_FOR[how]):
+@pytest.mark.parametrize("how", ["k-means", "agglomerative"])
+def test_planted_groups_are_found_in_what_each_is_made_for(how) -> None:
+    for own, seen in zip(("aidc", "mctc", "labels"), features(), strict=True):
+        assert find_clusters(own, seen, rng=np.random.default_rng(0)).clusters == GROUPS
+        if own != "labels":
             assert find_clusters(how, seen, rng=np.random.default_rng(0)).clusters == GROUPS
-        else:
-            with pytest.raises(TypeError, match=f"{how} clusters .*, not {type(seen).__name__.lower()}"):
-                find_clusters(how, seen, rng=np.random.default_rng(0))
+
+
+@given(st.lists(st.integers(-1, 4), max_size=20))
+def test_devices_share_a_cluster_just_where_they_share_a_label(features) -> None:
+    found = by_label(features)
+    cluster_of = {i: k for k, cluster in enumerate(found) for i in cluster}
+    assert sorted(cluster_of) == [i for i, feature in enumerate(features) if feature >= 0]
+    for i, own in cluster_of.items():
+        for j, other in cluster_of.items():
+            assert (own == other) == (features[i] == features[j])
+    assert [min(cluster) for cluster in found] == sorted(min(cluster) for cluster in found)
+
+
+def test_nobody_and_nobody_with_samples_has_a_label() -> None:
+    assert by_label([]) == ()
+    assert by_label([-1, -1]) == ()
+
+
+def by_label(features):
+    return find_clusters("labels", Labels(tuple(features)), rng=np.random.default_rng(0)).clusters
 
 
 @pytest.mark.parametrize("how", ["k-means", "agglomerative"])

@@ -8,7 +8,7 @@ from hypothesis.extra.numpy import arrays
 from sklearn.metrics import adjusted_rand_score, silhouette_score
 
 from coordinator.clustering import Directions, find_clusters, mctc
-from coordinator.clustering.kmeans import kmeans
+from coordinator.clustering.rivals import kmeans
 
 
 def at(*degrees):
