@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import msgspec
 
 from coordinator.fleet import Answer, Device, Fleet
 from coordinator.methods import Method, MethodSettings, State, accepted, declined, round_rng
-from coordinator.methods.grouping import arm, observed, tell_choices, tell_draw
+from coordinator.methods.grouping import Choices, arm, bandits_after, tell_choices, tell_draw
 from coordinator.selection import Selection, ccmab, cohort_size, fastest, uniform
 from fedge.messages import BlobRef
 from fedge.steps.train import Train, Trained
@@ -39,14 +38,6 @@ class ChoosingState(State, frozen=True, kw_only=True):
 C = TypeVar("C", bound=ChoosingState)
 
 
-@dataclass(frozen=True, slots=True)
-class Cohort:
-    """Ids, ascending; of `ccmab` the selection, and its bandit in which this round was held."""
-
-    ids: list[str]
-    held: tuple[ccmab.Selection, ccmab.State] | None = None
-
-
 async def train_cohort(
     method: Method[Any], state: C, fleet: Fleet, model: BlobRef, order: Callable[[str], Train]
 ) -> tuple[C, int, dict[str, Trained]]:
@@ -57,16 +48,15 @@ async def train_cohort(
     Returns:
         The state with what the round showed of the devices, the number asked, and their updates.
     """
-    cohort = drawn(method.selection, state, fleet.devices(), method.settings, model)
-    measure = cohort.held is not None
-    if cohort.held is not None:
-        tell_choices(fleet, {0: cohort.held})
+    ids, choices = drawn(method.selection, state, fleet.devices(), method.settings, model)
+    if choices:
+        tell_choices(fleet, choices)
     else:
-        tell_draw(fleet, cohort.ids, [device.id for device in fleet.devices()])
-    own = {i: order(i) for i in cohort.ids}
-    measured = {id(each): msgspec.structs.replace(each, measure=measure) for each in own.values()}
+        tell_draw(fleet, ids, [device.id for device in fleet.devices()])
+    own = {i: order(i) for i in ids}
+    measured = {id(each): msgspec.structs.replace(each, measure=bool(choices)) for each in own.values()}
     answers = await fleet.run("train", {i: measured[id(each)] for i, each in own.items()})  # equal ones stay one object
-    return learned(method.selection, state, cohort, answers), len(own), accepted(answers)
+    return learned(method.selection, state, choices, answers), len(own), accepted(answers)
 
 
 def bandit_of(settings: MethodSettings) -> ccmab.Settings:
@@ -77,32 +67,25 @@ def bandit_of(settings: MethodSettings) -> ccmab.Settings:
 
 def drawn(
     how: Selection | None, state: ChoosingState, devices: Sequence[Device], settings: MethodSettings, model: BlobRef
-) -> Cohort:
-    """The cohort of round `state.round + 1`, for `model` or one of its size."""
+) -> tuple[list[str], Choices]:
+    """Ids of the cohort of round `state.round + 1`, ascending, and of `ccmab` its choice; for models of this size."""
     if how == "ccmab":
-        arms = [arm(device, settings.sgd, model) for device in devices]
-        held = ccmab.select(state.bandit, arms, bandit_of(settings))
-        return Cohort(list(held[0].ids), held)
+        held = ccmab.select(state.bandit, [arm(d, settings.sgd, model) for d in devices], bandit_of(settings))
+        return list(held[0].ids), {0: held}
     ids = [device.id for device in devices]
     n = cohort_size(len(ids), settings.participation)
     if how == "uniform":
-        return Cohort(uniform(ids, n, round_rng(settings, state.round + 1)))
+        return uniform(ids, n, round_rng(settings, state.round + 1)), {}
     clocks = {d.id: d.context.cpu_ghz for d in devices if d.context is not None and d.context.cpu_ghz}
-    return Cohort(fastest(ids, n, state.seconds, clocks))
+    return fastest(ids, n, state.seconds, clocks), {}
 
 
-def learned(how: Selection | None, state: C, cohort: Cohort, answers: Mapping[str, Answer]) -> C:
-    """The state with what a round showed of the devices."""
-    if cohort.held is not None:
-        bandit = observed(cohort.held[1], cohort.held[0], answers)
-        return msgspec.structs.replace(state, bandit=bandit)
-    return msgspec.structs.replace(state, seconds=state.seconds | times(answers)) if how == "fastest" else state
-
-
-def times(answers: Mapping[str, Answer]) -> dict[str, float]:
-    """Seconds of each device; infinity if it failed. Devices that declined are left out."""
-    return {
-        i: answer.seconds if i in accepted({i: answer}) else math.inf
-        for i, answer in answers.items()
-        if not declined(answer)
-    }
+def learned(how: Selection | None, state: C, choices: Choices, answers: Mapping[str, Answer]) -> C:
+    """The state with what a round showed of the devices; of `fastest` infinity where one failed or did not answer."""
+    if choices:
+        return msgspec.structs.replace(state, bandit=bandits_after(choices, answers)[0])
+    if how != "fastest":
+        return state
+    trained = accepted(answers)
+    times = {i: a.seconds if i in trained else math.inf for i, a in answers.items() if not declined(a)}
+    return msgspec.structs.replace(state, seconds=state.seconds | times)

@@ -194,45 +194,35 @@ def arm(device: Device, sgd: Sgd, model: BlobRef) -> ccmab.Arm:
     )
 
 
-def outcome(answer: Answer) -> ccmab.Outcome | None:
-    """The bandit's view of an answer; None: the device failed or did not answer."""
-    result = answer.result
-    if not isinstance(result, Trained) or result.loss_before is None:
-        return None
-    assert result.loss_after is not None  # `Train.check` refuses an answer with only one of them
-    assert result.gradient_norm is not None
-    return ccmab.Outcome(
-        loss_before=result.loss_before,
-        loss_after=result.loss_after,
-        gradient_norm=result.gradient_norm,
-        seconds=answer.seconds,
-    )
-
-
 def observed(bandit: ccmab.State, selection: ccmab.Selection, answers: Mapping[str, Answer]) -> ccmab.State:
     """The bandit after a round: the loss drop of each device that trained, -1 for no answer.
 
     A device that declined, or whose owner withholds losses, counts as never asked.
     """
-    told = [i for i in selection.ids if i in answers and not (declined(answers[i]) or _tells_nothing(answers[i]))]
-    outcomes = {i: outcome(answers[i]) for i in told}
+    outcomes: dict[str, ccmab.Participation | None] = {}
+    for i in selection.ids:
+        if i not in answers or declined(answers[i]):
+            continue
+        trained = answers[i].result
+        if not isinstance(trained, Trained):
+            outcomes[i] = None
+        elif trained.loss_before is not None:
+            assert trained.loss_after is not None  # `Train.check` refuses an answer with only one of them
+            assert trained.gradient_norm is not None
+            outcomes[i] = ccmab.Participation(
+                gradient_norm=trained.gradient_norm,
+                loss_drop=trained.loss_before - trained.loss_after,
+                seconds=answers[i].seconds,
+            )
     return ccmab.observe(bandit, selection, believed(outcomes))
 
 
-def _tells_nothing(answer: Answer) -> bool:
-    return isinstance(answer.result, Trained) and answer.result.loss_before is None
-
-
-def believed(outcomes: Mapping[str, ccmab.Outcome | None]) -> dict[str, ccmab.Outcome | None]:
+def believed(outcomes: Mapping[str, ccmab.Participation | None]) -> dict[str, ccmab.Participation | None]:
     """The outcomes, with loss drops and gradient norms limited to ten times the median."""
     told = {i: found for i, found in outcomes.items() if found is not None}
-    shorter = rules.factors([abs(o.loss_before - o.loss_after) for o in told.values()], BELIEVED)
+    shorter = rules.factors([abs(o.loss_drop) for o in told.values()], BELIEVED)
     norms = rules.bounded([o.gradient_norm for o in told.values()], BELIEVED)
     return dict(outcomes) | {
-        i: msgspec.structs.replace(
-            o, loss_before=o.loss_after + factor * (o.loss_before - o.loss_after), gradient_norm=norm
-        )
-        if (factor, norm) != (1.0, o.gradient_norm)
-        else o
+        i: msgspec.structs.replace(o, loss_drop=factor * o.loss_drop, gradient_norm=norm)
         for (i, o), factor, norm in zip(told.items(), shorter, norms, strict=True)
     }

@@ -59,17 +59,8 @@ class Arm(Struct, frozen=True, kw_only=True):
     model_bytes: int = 0
 
 
-class Outcome(Struct, frozen=True, kw_only=True):
-    """The result of a participation; losses are means over D_L, without proximal term. `seconds`: with the transfer."""
-
-    loss_before: float
-    loss_after: float
-    gradient_norm: float
-    seconds: float
-
-
 class Participation(Struct, frozen=True, kw_only=True):
-    """The stored part of an outcome."""
+    """The result of a participation. `loss_drop`: in training, of means over D_L; `seconds`: with the transfer."""
 
     gradient_norm: float
     loss_drop: float
@@ -468,18 +459,16 @@ def _choose(
 # ----------------------------------------------------------------------------------------- 5.3: what is observed
 
 
-def reward(outcome: Outcome | None) -> float:
-    """Reward r_i = clip(loss_before - loss_after, -1, 1); -1 for a failed device or a non-finite result."""
-    if not _succeeded(outcome):
-        return FAILED
-    return min(1.0, max(-1.0, outcome.loss_before - outcome.loss_after))
+def reward(outcome: Participation | None) -> float:
+    """Reward r_i = clip(loss drop, -1, 1); -1 for a failed device or a non-finite result."""
+    return min(1.0, max(-1.0, outcome.loss_drop)) if _succeeded(outcome) else FAILED
 
 
-def _succeeded(outcome: Outcome | None) -> TypeGuard[Outcome]:
+def _succeeded(outcome: Participation | None) -> TypeGuard[Participation]:
     return outcome is not None and all(map(math.isfinite, msgspec.structs.astuple(outcome)))
 
 
-def observe(state: State, selection: Selection, outcomes: Mapping[str, Outcome | None]) -> State:
+def observe(state: State, selection: Selection, outcomes: Mapping[str, Participation | None]) -> State:
     """The bandit after a round.
 
     Args:
@@ -496,12 +485,7 @@ def observe(state: State, selection: Selection, outcomes: Mapping[str, Outcome |
         if not _succeeded(outcome):
             at_least[i] = 2 * _finite(selection.deadline_s, selection.seconds[i])
         else:
-            done = Participation(
-                gradient_norm=outcome.gradient_norm,
-                loss_drop=outcome.loss_before - outcome.loss_after,
-                seconds=outcome.seconds,
-            )
-            participations[i] = (*participations.get(i, ()), done)[-WINDOW:]
+            participations[i] = (*participations.get(i, ()), outcome)[-WINDOW:]
     return msgspec.structs.replace(
         state,
         contexts=(*state.contexts, *(selection.contexts[i] for i in told))[-HISTORY:],

@@ -7,7 +7,7 @@ import pytest
 
 from coordinator.fleet import Answer, Device
 from coordinator.methods import MethodSettings, dump, make, round_rng
-from coordinator.methods.cohort import ChoosingState, bandit_of, drawn, learned, times
+from coordinator.methods.cohort import ChoosingState, bandit_of, drawn, learned
 from coordinator.selection import ccmab, uniform
 from coordinator.simulation.rounds import run
 from fedge.messages import BlobRef, Context
@@ -27,44 +27,43 @@ TRAINED = Trained(update=UPDATE, n_samples=5, loss_before=2.0, loss_after=1.5, g
 
 def test_each_rule_draws_the_share_that_takes_part() -> None:
     ids = [device.id for device in DEVICES]
-    assert drawn("uniform", STATE, DEVICES, SETTINGS, MODEL).ids == uniform(ids, 3, round_rng(SETTINGS, 1))
-    assert drawn("fastest", STATE, DEVICES, SETTINGS, MODEL).ids == ["d3", "d4", "d5"]
-    of_bandit = drawn("ccmab", STATE, DEVICES, SETTINGS, MODEL)
+    assert drawn("uniform", STATE, DEVICES, SETTINGS, MODEL)[0] == uniform(ids, 3, round_rng(SETTINGS, 1))
+    assert drawn("fastest", STATE, DEVICES, SETTINGS, MODEL)[0] == ["d3", "d4", "d5"]
+    of_bandit, _ = drawn("ccmab", STATE, DEVICES, SETTINGS, MODEL)
     expected, _ = ccmab.select(
         ccmab.State(),
         [ccmab.Arm(id=d.id, n_samples=20, work=2 * 20, cpu_ghz=1.0 + k, model_bytes=5) for k, d in enumerate(DEVICES)],
         ccmab.Settings(quota=0.5),
     )
-    assert of_bandit.ids == list(expected.ids)
-    assert len(of_bandit.ids) == 3
-    assert "d0" not in of_bandit.ids, "beyond the deadline"
+    assert of_bandit == list(expected.ids)
+    assert len(of_bandit) == 3
+    assert "d0" not in of_bandit, "beyond the deadline"
 
 
 @pytest.mark.parametrize("how", ["uniform", "fastest", "ccmab"])
 def test_without_devices_nobody_is_drawn(how) -> None:
-    assert drawn(how, STATE, [], SETTINGS, MODEL).ids == []
+    assert drawn(how, STATE, [], SETTINGS, MODEL)[0] == []
 
 
 def test_only_the_bandit_learns_of_losses_and_only_the_fastest_of_times() -> None:
     for how in ("uniform", "fastest", "ccmab"):
-        cohort = drawn(how, STATE, DEVICES, SETTINGS, MODEL)
-        answers = {i: Answer(i, TRAINED, seconds=3.0) for i in cohort.ids}
-        state = learned(how, STATE, cohort, answers)
-        assert state.seconds == (dict.fromkeys(cohort.ids, 3.0) if how == "fastest" else {})
+        ids, choices = drawn(how, STATE, DEVICES, SETTINGS, MODEL)
+        answers = {i: Answer(i, TRAINED, seconds=3.0) for i in ids}
+        state = learned(how, STATE, choices, answers)
+        assert state.seconds == (dict.fromkeys(ids, 3.0) if how == "fastest" else {})
         assert state.bandit.rewards == ((0.5, 0.5, 0.5) if how == "ccmab" else ())
 
 
 def test_silence_is_a_failure_and_a_refusal_is_none() -> None:
-    cohort = drawn("ccmab", STATE, DEVICES, SETTINGS, MODEL)
-    silent, refusing, trained = cohort.ids
+    (silent, refusing, trained), choices = drawn("ccmab", STATE, DEVICES, SETTINGS, MODEL)
     answers = {
         silent: Answer(silent, None),
         refusing: Answer(refusing, Declined(reason="on battery")),
         trained: Answer(trained, TRAINED, seconds=3.0),
     }
-    assert learned("ccmab", STATE, cohort, answers).bandit.rewards == (-1.0, 0.5)
+    assert learned("ccmab", STATE, choices, answers).bandit.rewards == (-1.0, 0.5)
     answers["x"] = Answer("x", Failed(reason="disk full"))
-    assert times(answers) == {silent: math.inf, trained: 3.0, "x": math.inf}
+    assert learned("fastest", STATE, {}, answers).seconds == {silent: math.inf, trained: 3.0, "x": math.inf}
 
 
 def test_where_everybody_is_to_train_there_is_no_deadline() -> None:

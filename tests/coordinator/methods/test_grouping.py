@@ -12,7 +12,6 @@ from coordinator.methods.grouping import (
     observed,
     of_directions,
     of_one_length,
-    outcome,
     told_directions,
 )
 from coordinator.selection import ccmab
@@ -59,24 +58,18 @@ def test_an_odd_device_that_came_first_settles_nothing() -> None:
     assert list(of_one_length(known, {"a": profiled(2), "b": profiled(2)})) == ["a", "b"]
 
 
-def test_outcomes() -> None:
-    found = outcome(Answer("a", trained(1.0, 0.4), seconds=3.0))
-    assert found == ccmab.Outcome(loss_before=1.0, loss_after=0.4, gradient_norm=2.0, seconds=3.0)
-    assert outcome(Answer("a", None)) is None
-    assert outcome(Answer("a", Failed(reason=""))) is None
-
-
 def test_a_bandit_learns_the_loss_drop_minus_one_of_silence_and_nothing_of_a_refusal() -> None:
-    arms = [ccmab.Arm(id=i, n_samples=5, work=5) for i in "abc"]
-    selection, bandit = ccmab.select(ccmab.State(), arms, SETTINGS, size=3)
+    arms = [ccmab.Arm(id=i, n_samples=5, work=5) for i in "abcd"]
+    selection, bandit = ccmab.select(ccmab.State(), arms, SETTINGS, size=4)
     answers = {
-        "a": Answer("a", trained(1.0, 0.4)),
+        "a": Answer("a", trained(1.0, 0.4), seconds=3.0),
         "b": Answer("b", None),
         "c": Answer("c", Declined(reason="")),
+        "d": Answer("d", Failed(reason="")),
     }
     after = observed(bandit, selection, answers)
-    np.testing.assert_allclose(after.rewards, [0.6, -1.0])
-    assert set(after.participations) == {"a"}
+    np.testing.assert_allclose(after.rewards, [0.6, -1.0, -1.0])
+    assert after.participations == {"a": (ccmab.Participation(loss_drop=0.6, gradient_norm=2.0, seconds=3.0),)}
 
 
 async def test_directions_of_a_common_model_find_planted_groups(tmp_path) -> None:
@@ -102,8 +95,8 @@ async def test_directions_of_a_common_model_find_planted_groups(tmp_path) -> Non
 
 
 def test_a_liar_does_not_stretch_the_scale_of_the_bandit() -> None:
-    honest = ccmab.Outcome(loss_before=2.0, loss_after=1.5, gradient_norm=3.0, seconds=1.0)
-    liar = ccmab.Outcome(loss_before=1e9, loss_after=0.0, gradient_norm=1e30, seconds=1.0)
+    honest = ccmab.Participation(loss_drop=0.5, gradient_norm=3.0, seconds=1.0)
+    liar = ccmab.Participation(loss_drop=1e9, gradient_norm=1e30, seconds=1.0)
     found = believed({"a": honest, "b": honest, "c": None, "d": honest, "e": liar})
     assert (found["a"], found["c"]) == (honest, None)
-    assert found["e"] == ccmab.Outcome(loss_before=5.0, loss_after=0.0, gradient_norm=30.0, seconds=1.0)
+    assert found["e"] == ccmab.Participation(loss_drop=5.0, gradient_norm=30.0, seconds=1.0)

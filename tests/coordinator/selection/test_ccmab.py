@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from benchmarks.papers.batch_search import greedy_batch
 from coordinator.selection import ccmab
-from coordinator.selection.ccmab import Arm, Outcome, Participation, Settings, State
+from coordinator.selection.ccmab import Arm, Participation, Settings, State
 
 FREE = ccmab.Purse(math.inf, np.ones(50))
 
@@ -30,7 +30,7 @@ def arms(n, *, ghz=None, samples=50):
 
 
 def outcome(drop, *, seconds=1.0):
-    return Outcome(loss_before=1.0, loss_after=1.0 - drop, gradient_norm=1.0, seconds=seconds)
+    return Participation(loss_drop=1.0 - (1.0 - drop), gradient_norm=1.0, seconds=seconds)
 
 
 def play(state, devices, settings_, drop_of):
