@@ -67,20 +67,12 @@ def fit(
     """
     found, private_steps = dict(models), 0
     if len(training[1]) >= 2:
+        start = models[plan.private_start]
         found[Role.PRIVATE], private_steps = private_model.fit_private(
-            device.network,
-            models[plan.private_start],
-            training,
-            validation,
-            sgd,
-            device.rng(streams[0]),
-            device.stop,
-            steps=plan.private_steps,
+            device, start, training, validation, sgd, streams[0], steps=plan.private_steps
         )
         if plan.local_steps:
-            found[Role.LOCAL] = private_model.fit(
-                device.network, models[INITIAL], training, sgd, plan.local_steps, device.rng(streams[1]), device.stop
-            )
+            found[Role.LOCAL] = private_model.fit(device, models[INITIAL], training, sgd, plan.local_steps, streams[1])
     packed = {name: to_bytes(unflatten(model, device.layout)) for name, model in found.items()}
     return Fitted(models=packed, plan=plan, private_steps=private_steps)
 

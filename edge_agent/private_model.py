@@ -9,11 +9,11 @@ from typing import Final, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_agent.device import Device
 from edge_agent.mixture import BASE_CHECKPOINT, PLAIN, TIE, choose_steps, log_prior, total_loss
 from fedge.errors import ProtocolError
 from fedge.models.training import Network, Trainer
 from fedge.sgd import Sgd
-from fedge.stopping import never
 from fedge.tensors import Model
 
 CHECKPOINTS: Final = (20, 40, 80, 160)
@@ -26,32 +26,31 @@ T = TypeVar("T")
 
 
 def fit_private(
-    network: Network,
+    device: Device,
     start: Model,
     training: Samples,
     validation: Samples,
     sgd: Sgd,
-    rng: np.random.Generator,
-    stop: Callable[[], bool] = never,
+    stream: int = 0,
     *,
     steps: int | None = None,
 ) -> tuple[Model, int]:
     """Fine-tune `start` on all training samples (n >= 1); returns the chosen checkpoint and its number of steps.
 
     Training stops early after two checkpoints in a row that are worse than the best before them, and without validation
-    samples after 40 steps. `steps`: exactly so many, without validation.
+    samples after 40 steps. `steps`: exactly so many, without validation. `stream`: of the order's random numbers.
     """
-    network.load(start)
-    trainer = Trainer(network, *training, sgd, rng)
     if steps is None and not len(validation[1]):
         steps = CHECKPOINTS[BASE_CHECKPOINT]
     if steps is not None:
-        trainer.run(steps, stop)
-        return network.dump(), steps
+        return fit(device, start, training, sgd, steps, stream), steps
+    network = device.network
+    network.load(start)
+    trainer = Trainer(network, *training, sgd, device.rng(stream))
     kept: list[Model] = []
     log_likelihoods: list[float] = []
     for before, after in zip((0, *CHECKPOINTS), CHECKPOINTS, strict=False):
-        trainer.run(after - before, stop)
+        trainer.run(after - before, device.stop)
         kept.append(network.dump())
         log_likelihoods.append(log_likelihood(network, kept[-1], validation))
         if _overfits(log_likelihoods):
@@ -66,19 +65,11 @@ def log_likelihood(network: Network, model: Model, samples: Samples) -> float:
     return -total_loss(logits, samples[1], log_prior(np.zeros(logits.shape[1], np.int64)), PLAIN)
 
 
-def fit(
-    network: Network,
-    start: Model,
-    training: Samples,
-    sgd: Sgd,
-    steps: int,
-    rng: np.random.Generator,
-    stop: Callable[[], bool] = never,
-) -> Model:
+def fit(device: Device, start: Model, training: Samples, sgd: Sgd, steps: int, *stream: int) -> Model:
     """Train `start` on n >= 1 samples for some steps: the local model, and the fits with the validation samples."""
-    network.load(start)
-    Trainer(network, *training, sgd, rng).run(steps, stop)
-    return network.dump()
+    device.network.load(start)
+    Trainer(device.network, *training, sgd, device.rng(*stream)).run(steps, device.stop)
+    return device.network.dump()
 
 
 def or_before(work: Callable[[], T], before: T) -> T:

@@ -504,7 +504,7 @@ def steps_alone(device: Device, sgd: Sgd) -> int:
     return sgd.steps_for(device.n_samples or sgd.batch_size)
 
 
-def accepted(answers: dict[str, Answer]) -> dict[str, Trained]:
+def accepted(answers: Mapping[str, Answer]) -> dict[str, Trained]:
     """The updates among the answers that may be averaged, by ascending device id."""
     return {i: a.result for i, a in answers.items() if isinstance(a.result, Trained) and a.result.n_samples > 0}
 

@@ -124,7 +124,7 @@ def describing(
 
 def told_directions(answers: Mapping[str, Answer], fleet: Fleet, layout: Layout) -> dict[str, BlobRef]:
     """The directions of new updates, each stored by itself; an update of zero has none."""
-    found = {i: mctc.direction(fleet.get(u.update, layout).params) for i, u in accepted(dict(answers)).items()}
+    found = {i: mctc.direction(fleet.get(u.update, layout).params) for i, u in accepted(answers).items()}
     return {i: fleet.put({"direction": d.astype(np.float32)}) for i, d in found.items() if d is not None}
 
 

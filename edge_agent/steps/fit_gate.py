@@ -118,27 +118,18 @@ def chosen_guard(
 
 def final_models(device: Device, found: Candidates, sgd: Sgd) -> list[Model]:
     """Section 10: private and local model also learn from the validation samples, once everything is chosen."""
-    if not len(device.data.y_val):
-        return list(found.models)
-    kept, network, everything = found.fitted, device.network, device.data.labelled
-    final = []
-    for role, model in zip(found.roles, found.models, strict=True):
-        match role:
-            case Role.PRIVATE:
-                start, rng = kept.model(device, kept.plan.private_start), device.rng(FINAL_PRIVATE)
-                fit_again = partial(
-                    private_model.fit, network, start, everything, sgd, kept.private_steps, rng, device.stop
-                )
-                final.append(private_model.mean_model([model, private_model.or_before(fit_again, model)]))
-            case Role.LOCAL:
-                start, rng = kept.model(device, INITIAL), device.rng(FINAL_LOCAL)
-                fit_again = partial(
-                    private_model.fit, network, start, everything, sgd, kept.plan.local_steps, rng, device.stop
-                )
-                final.append(private_model.or_before(fit_again, model))
-            case _:
-                final.append(model)
-    return final
+    kept, final = found.fitted, dict(zip(found.roles, found.models, strict=True))
+
+    def again(role: Role, start: str, steps: int, stream: int) -> Model:
+        work = partial(private_model.fit, device, kept.model(device, start), device.data.labelled, sgd, steps, stream)
+        return private_model.or_before(work, final[role])
+
+    if len(device.data.y_val) and Role.PRIVATE in final:
+        private = again(Role.PRIVATE, kept.plan.private_start, kept.private_steps, FINAL_PRIVATE)
+        final[Role.PRIVATE] = private_model.mean_model([final[Role.PRIVATE], private])
+    if len(device.data.y_val) and Role.LOCAL in final:
+        final[Role.LOCAL] = again(Role.LOCAL, INITIAL, kept.plan.local_steps, FINAL_LOCAL)
+    return list(final.values())
 
 
 def _with_room(weights: GateWeights) -> GateWeights:

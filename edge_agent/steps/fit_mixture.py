@@ -88,10 +88,8 @@ def fit_private(device: Device, action: FitMixture, experts: list[Model]) -> Mod
     training: Samples = data.training
     if action.private_data == "sensitive" and data.sensitive.any():  # otherwise nothing is left
         training = (data.x_train[data.sensitive], data.y_train[data.sensitive])
-    rng = device.rng(0)
     return private_model.or_before(
-        lambda: private_model.fit(device.network, start, training, action.sgd, action.sgd.steps, rng, device.stop),
-        start,
+        lambda: private_model.fit(device, start, training, action.sgd, action.sgd.steps, 0), start
     )
 
 

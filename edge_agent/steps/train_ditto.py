@@ -33,15 +33,13 @@ def learn(device: Device, action: TrainDitto, w: Model, mine: Tensors | None) ->
         ProtocolError: `not-finite`, training diverged.
     """
     network, data, sgd = device.network, device.data, action.sgd
-    network.load(w)
-    Trainer(network, *data.shared, sgd, device.rng()).run(sgd.steps_for(data.n_shared), device.stop)
-    trained = network.dump()
-    network.load(w if mine is None else flatten(mine, network.layout))
+    trained = private_model.fit(device, w, data.shared, sgd, sgd.steps_for(data.n_shared))
+    before = w if mine is None else flatten(mine, network.layout)
+    network.load(before)
     drawn = msgspec.structs.replace(sgd, proximal_mu=action.proximal_lambda)
     # a separate stream, so that the shared model learns the same whatever is kept
     with device.untimed():
         Trainer(network, *data.training, drawn, device.rng(1), anchor=w.params).run(
             sgd.steps_for(data.n_train), device.stop
         )
-    before = w if mine is None else flatten(mine, network.layout)
     return trained, unflatten(private_model.or_before(network.dump, before), network.layout)
