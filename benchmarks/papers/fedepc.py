@@ -52,7 +52,8 @@ from coordinator.extractor_training import trained
 from coordinator.fleet.devices import Hardware
 from coordinator.fleet.simulated import SimulatedFleet
 from coordinator.methods import MethodSettings, State, make
-from coordinator.methods.fedepc import Description, FedEpc, FedEpcState
+from coordinator.methods.fedepc import FedEpc, FedEpcState
+from coordinator.methods.grouping import Description
 from coordinator.selection import ccmab
 from edge_agent.sparsity import sparsity_profile
 from edge_agent.worker import Worker

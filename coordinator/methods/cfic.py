@@ -21,8 +21,7 @@ from msgspec import Meta, Struct
 
 from coordinator.aggregation.correction import Vector, correction_step, mean_direction
 from coordinator.clustering import Clustering, aidc
-from coordinator.clustering.aidc import Clusters
-from coordinator.fleet import Answer, Device, Fleet
+from coordinator.fleet import Device, Fleet
 from coordinator.fleet.versions import put_after
 from coordinator.methods import (
     NO_DATA,
@@ -30,7 +29,6 @@ from coordinator.methods import (
     MethodSettings,
     Server,
     accepted,
-    results,
     round_done,
     round_rng,
 )
@@ -38,23 +36,23 @@ from coordinator.methods.averaging import averages
 from coordinator.methods.cohort import bandit_of
 from coordinator.methods.grouping import (
     Choices,
+    Description,
     arm,
     bandits_after,
     chosen,
+    clusters_of,
     describing,
-    newly_profiled,
-    of_directions,
+    descriptions,
+    is_due,
     of_one_length,
-    of_profiles,
     tell_choices,
-    told_directions,
+    unit_of,
 )
 from coordinator.methods.unresponsive import AskingState, ask, awake
 from coordinator.protection import Guard, without_noise
 from coordinator.selection import ccmab, choose, cohort_size, stratified, uniform
 from fedge.messages import BlobRef
-from fedge.steps.describe_labels import DescribeLabels, LabelsDescribed
-from fedge.steps.profile import Profiled
+from fedge.steps.describe_labels import DescribeLabels
 from fedge.steps.train import Start, Train, Trained
 from fedge.tensors import Layout, Model
 
@@ -87,22 +85,11 @@ class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise ValueError(f"epsilon hides label features, and clustering={self.clustering} asks nobody for one")
 
 
-class Description(Struct, frozen=True, kw_only=True):
-    """L_k, or the number of its cluster of profiles or updates; samples and incarnation of the device at that time.
-
-    If either changes, the device is asked again.
-    """
-
-    feature: int
-    n_samples: int
-    incarnation: str
-
-
 class CficState(AskingState, frozen=True, kw_only=True):
     """`model`: w; `memory`: h, none is 0; `visits`: by cluster the last round in which a member was drawn.
 
-    `extractor`: the common model, and `profiles` or `directions`: of clusters that are not of labels; `bandits`: by
-    cluster, of the selections that have a deadline.
+    `extractor`: the common model, of clusters that are not of labels; `bandits`: by cluster, of the selections that
+    have a deadline.
     """
 
     model: BlobRef
@@ -110,8 +97,6 @@ class CficState(AskingState, frozen=True, kw_only=True):
     described: dict[str, Description] = {}
     visits: dict[str, int] = {}  # the keys of a state are text
     extractor: BlobRef | None = None
-    profiles: dict[str, Profiled] = {}
-    directions: dict[str, BlobRef] = {}
     bandits: dict[str, ccmab.State] = {}
     long_rounds: int = 0  # in a row, up to now
 
@@ -143,9 +128,7 @@ class Cfic(Method[CficState]):
 
     def recluster(self, state: CficState) -> CficState | None:
         """Forget the descriptions, so that all devices describe themselves again."""
-        return msgspec.structs.replace(
-            state, described={}, visits={}, extractor=None, profiles={}, directions={}, bandits={}
-        )
+        return msgspec.structs.replace(state, described={}, visits={}, extractor=None, bandits={})
 
     async def round(self, state: CficState, fleet: Fleet) -> CficState:
         """One round of Algorithm 1."""
@@ -169,8 +152,13 @@ class Cfic(Method[CficState]):
         return round_done(state, len(cohort), updates, visits=visits)
 
     async def _describe(self, state: CficState, fleet: Fleet, step: str, devices: Mapping[str, Device]) -> CficState:
-        """Section 4: devices whose label feature is unknown or outdated report it."""
-        asked = {i: device for i, device in devices.items() if is_news(state, device)}
+        """Section 4: devices whose label feature is unknown or outdated report it, as do restarted ones."""
+        known = state.described
+        asked = {
+            i: device
+            for i, device in devices.items()
+            if is_due(known.get(i), device) or (i in known and known[i].incarnation != device.incarnation)
+        }
         needed = self.selection != "uniform" or self.options.correction
         if not asked or not needed or state.round < self._unknown:
             return state
@@ -184,48 +172,25 @@ class Cfic(Method[CficState]):
             labels=DescribeLabels(epsilon=self.options.epsilon),
         )
         state, answers = await ask(state, fleet, state.round + 1, step, dict.fromkeys(asked, order))
-        if not self._by_label:
-            return self._clustered(*self._with_told(state, asked, answers, fleet), asked, fleet)
-        told = {i: described(asked[i], result.feature) for i, result in results(answers, LabelsDescribed).items()}
-        return msgspec.structs.replace(state, described=dict(sorted((state.described | told).items())))
+        new = descriptions(answers, asked, fleet, state.layout)
+        told = of_one_length(state.described, new)
+        if self._by_label:
+            return msgspec.structs.replace(state, described=told)
+        return self._clustered(state, told, fleet) if new.keys() & told.keys() else state
 
-    def _with_told(
-        self, state: CficState, asked: Mapping[str, Device], answers: Mapping[str, Answer], fleet: Fleet
-    ) -> tuple[CficState, Collection[str]]:
-        """The state with the new profiles or directions, and whose they are."""
-        directions = told_directions(answers, fleet, state.layout)
-        new = newly_profiled(answers, asked)
-        profiles = of_one_length(state.profiles, new)
-        state = msgspec.structs.replace(
-            state,
-            profiles=profiles,
-            directions=dict(sorted((state.directions | directions).items())),
-        )
-        return state, directions or new.keys() & profiles.keys()
-
-    def _found(self, state: CficState, fleet: Fleet) -> Clusters:
-        """Clusters of positions among the described devices."""
-        if state.directions:
-            return of_directions(list(state.directions.values()), fleet)
-        rng = np.random.default_rng(self.settings.seed)
-        return of_profiles(self.options.clustering, list(state.profiles.values()), rng=rng)
-
-    def _clustered(
-        self, state: CficState, new: Collection[str], asked: Mapping[str, Device], fleet: Fleet
-    ) -> CficState:
+    def _clustered(self, state: CficState, told: Mapping[str, Description], fleet: Fleet) -> CficState:
         """Remake all clusters except those of labels; each inherits the bandit it overlaps most (FedEPC 4.6)."""
-        if not new:
-            return state
-        ids = list(state.directions or state.profiles)
-        old = {NO_FEATURE: [i for i in new if i not in state.described]} | clusters(state, state.described)
-        found = [[ids[position] for position in members] for members in self._found(state, fleet)]
+        ids, described = list(told), list(told.values())
+        rng = np.random.default_rng(self.settings.seed)
+        positions = clusters_of(self.options.clustering, described, unit_of(described), fleet, rng=rng)
+        found = [[ids[position] for position in members] for members in positions]
+        old = {NO_FEATURE: [i for i in ids if i not in state.described]} | clusters(state, state.described)
         heirs = aidc.inherit(list(old.values()), found)
         kept = {str(k): str(list(old)[heir]) for k, heir in enumerate(heirs) if heir is not None}
-        told = state.described | {i: described(asked[i], 0) for i in new}
         numbers = {i: k for k, members in enumerate(found) for i in members}
         return msgspec.structs.replace(
             state,
-            described={i: msgspec.structs.replace(told[i], feature=numbers[i]) for i in ids},
+            described={i: msgspec.structs.replace(d, label=numbers[i]) for i, d in told.items()},
             visits={k: state.visits[heir] for k, heir in kept.items() if heir in state.visits},
             bandits={k: state.bandits[heir] for k, heir in kept.items() if heir in state.bandits},
         )
@@ -300,24 +265,12 @@ class Cfic(Method[CficState]):
 def feature_of(state: CficState, device_id: str) -> int | None:
     """L_k; None: not known."""
     description = state.described.get(device_id)
-    return None if description is None else description.feature
-
-
-def described(device: Device, feature: int) -> Description:
-    """The description of a device at present."""
-    return Description(feature=feature, n_samples=device.n_samples, incarnation=device.incarnation)
+    return None if description is None else description.label
 
 
 def available(state: CficState, devices: Mapping[str, Device]) -> list[str]:
     """The devices that can be drawn: those with samples."""
     return [i for i, d in devices.items() if d.n_samples > 0 and feature_of(state, i) != NO_SAMPLES]
-
-
-def is_news(state: CficState, device: Device) -> bool:
-    """Whether a device with samples has no description, or another incarnation or number of samples than then."""
-    known = state.described.get(device.id)
-    same = known is not None and (known.n_samples, known.incarnation) == (device.n_samples, device.incarnation)
-    return device.n_samples > 0 and not same
 
 
 def clusters(state: CficState, ids: Collection[str]) -> dict[int, list[str]]:

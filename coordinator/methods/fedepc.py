@@ -29,10 +29,10 @@ from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
 from coordinator.aggregation import averaged
-from coordinator.clustering import Clustering, Features, Labels, Profiles, aidc, find_clusters, mctc
-from coordinator.clustering.aidc import Clusters, Place
+from coordinator.clustering import Clustering, aidc, mctc
+from coordinator.clustering.aidc import Place
 from coordinator.extractor import check_samples, trained_extractor
-from coordinator.fleet import Answer, Device, Fleet
+from coordinator.fleet import Device, Fleet
 from coordinator.methods import (
     NO_DATA,
     Method,
@@ -42,26 +42,25 @@ from coordinator.methods import (
     accepted,
     install,
     mean_loss,
-    results,
     round_done,
     round_rng,
 )
 from coordinator.methods.averaging import average, averages
 from coordinator.methods.grouping import (
-    ONE_GROUP,
     Choices,
+    Description,
     arm,
+    clusters_of,
     describing,
+    descriptions,
     embedded,
     has_changed,
+    is_due,
     observed,
-    of_directions,
     of_one_length,
     place,
     tell_choices,
-    told_directions,
     unit_of,
-    vectors_of,
 )
 from coordinator.methods.server_optimizer import moved
 from coordinator.methods.unresponsive import AskingState, ask, awake
@@ -69,8 +68,7 @@ from coordinator.protection import Guard, without_noise
 from coordinator.selection import ccmab, choose, cohort_size, uniform
 from fedge.errors import ConfigError
 from fedge.messages import BlobRef
-from fedge.steps.describe_labels import LabelsDescribed
-from fedge.steps.profile import Profile, Profiled
+from fedge.steps.profile import Profile
 from fedge.steps.train import Start, Train, Trained
 from fedge.task import TaskSpec
 from fedge.tensors import Layout, unflatten
@@ -111,16 +109,6 @@ class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise ValueError("with sigma_dp nobody tells halves: set extractor=server")
         if self.n_clusters is not None and self.clustering in {"aidc", "labels"}:
             raise ValueError(f"n_clusters changes nothing with clustering={self.clustering}, which finds it by itself")
-
-
-class Description(Struct, frozen=True, kw_only=True):
-    """A device's description of its data: a profile, its label feature, or a direction. `n_samples`: at that time."""
-
-    n_samples: int
-    profile: tuple[float, ...] = ()
-    halves: float | None = None  # D_raw between the profiles of its even and odd samples
-    label: int = -1
-    direction: BlobRef | None = None
 
 
 class RoundLoss(Struct, frozen=True, kw_only=True):
@@ -261,7 +249,7 @@ class FedEpc(Method[FedEpcState]):
         """Devices without a description, or with more or fewer samples since, describe their data (SPRE)."""
         state = await self._with_extractor(state, fleet)
         assert state.extractor is not None
-        due = {i: device.n_samples for i, device in awake(state, fleet, r).items() if is_due(state, device)}
+        due = {i: d for i, d in awake(state, fleet, r).items() if is_due(state.described.get(i), d)}
         action = describing(
             self.options.clustering,
             state.extractor,
@@ -270,11 +258,7 @@ class FedEpc(Method[FedEpcState]):
             noise=self.options.sigma_dp,
         )
         state, answers = await ask(state, fleet, r, "describe", dict.fromkeys(due, action))
-        directions = {
-            i: Description(n_samples=due[i], direction=direction)
-            for i, direction in told_directions(answers, fleet, state.layout).items()
-        }
-        return self._arrange(state, descriptions(answers, due) | directions, fleet)
+        return self._arrange(state, descriptions(answers, due, fleet, state.layout), fleet)
 
     async def _with_extractor(self, state: FedEpcState, fleet: Fleet) -> FedEpcState:
         """W_ext, made once: the model of the warm-up, or one trained on the server data, with its D_ref (4.1)."""
@@ -319,7 +303,9 @@ class FedEpc(Method[FedEpcState]):
     def _remade(self, state: FedEpcState, unit: float | None, fleet: Fleet) -> FedEpcState:
         """4.6, point 4: remake all clusters; each inherits models, and the bandit of the one it overlaps most."""
         ids = list(state.described)
-        positions = self._clusters(list(state.described.values()), unit, fleet)
+        o, rng = self.options, np.random.default_rng(self.settings.seed)
+        described = list(state.described.values())
+        positions = clusters_of(o.clustering, described, unit, fleet, rng=rng, n_clusters=o.n_clusters)
         found = [tuple(ids[i] for i in members) for members in positions]
         heirs = aidc.inherit([cluster.members for cluster in state.clusters], found)
         clusters = tuple(
@@ -331,23 +317,6 @@ class FedEpc(Method[FedEpcState]):
             for members, heir in zip(found, heirs, strict=True)
         )
         return msgspec.structs.replace(state, clusters=clusters, n_moved=0)
-
-    def _clusters(self, described: Sequence[Description], unit: float | None, fleet: Fleet) -> Clusters:
-        """Section 4, or one of its rivals: clusters of positions."""
-        options = self.options
-        features: Features
-        if options.clustering == "mctc":
-            return of_directions(directions_of(described), fleet, n_clusters=options.n_clusters) if described else ()
-        if self._by_label:
-            features = Labels(tuple(d.label for d in described))
-        elif unit is None or len(described) < 2:
-            if len(described) > 1:
-                log.warning(ONE_GROUP)
-            return aidc.numbered([range(len(described))])
-        else:
-            features = Profiles(vectors=vectors_of(described), unit=unit)
-        rng = np.random.default_rng(self.settings.seed)
-        return find_clusters(options.clustering, features, rng=rng, n_clusters=options.n_clusters).clusters
 
     def _joined(self, state: FedEpcState, stranger: str, unit: float | None, fleet: Fleet) -> tuple[Cluster, ...]:
         """4.6, point 1: the stranger joins a cluster, which reopens, or founds one."""
@@ -369,7 +338,7 @@ class FedEpc(Method[FedEpcState]):
             return Place(same[0] if same else None, None)
         if self.options.clustering == "mctc":
             ids = [i for cluster in state.clusters for i in cluster.members]
-            z = embedded(directions_of(state.described[i] for i in (*ids, stranger)), fleet)
+            z = embedded((state.described[i] for i in (*ids, stranger)), fleet)
             means = np.stack([z[[ids.index(i) for i in cluster.members]].mean(axis=0) for cluster in state.clusters])
             nearest = int(mctc.cosines(z[-1:], means).argmax())
             return Place(nearest, nearest)
@@ -461,31 +430,6 @@ def deadline_s(options: Options, *, everybody: bool) -> float | None:
     if isinstance(options.deadline, float):
         return options.deadline
     return math.inf if everybody or options.deadline == "none" else None
-
-
-def is_due(state: FedEpcState, device: Device) -> bool:
-    """Whether a device must describe its data: it has some, and never did, or their number has changed since."""
-    before = state.described.get(device.id)
-    return device.n_samples > 0 and (before is None or before.n_samples != device.n_samples)
-
-
-def descriptions(answers: Mapping[str, Answer], n_samples: Mapping[str, int]) -> dict[str, Description]:
-    """Profiles and label features from the answers."""
-    labels = {
-        i: Description(n_samples=n_samples[i], label=said.feature)
-        for i, said in results(answers, LabelsDescribed).items()
-        if said.feature >= 0
-    }
-    profiles = {
-        i: Description(n_samples=n_samples[i], profile=said.profile, halves=said.halves)
-        for i, said in results(answers, Profiled).items()
-    }
-    return labels | profiles
-
-
-def directions_of(described: Iterable[Description]) -> list[BlobRef]:
-    """The directions among the descriptions."""
-    return [d.direction for d in described if d.direction is not None]
 
 
 def without(clusters: Iterable[Cluster], ids: Collection[str]) -> tuple[Cluster, ...]:

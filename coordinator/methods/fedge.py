@@ -47,11 +47,12 @@ from coordinator.methods.cohort import bandit_of
 from coordinator.methods.grouping import (
     ONE_GROUP,
     Choices,
+    Description,
     arm,
     bandits_after,
     chosen,
+    descriptions,
     has_changed,
-    newly_profiled,
     of_one_length,
     place,
     tell_choices,
@@ -72,7 +73,7 @@ from fedge.steps.fit_energy import EnergyFitted, FitEnergy
 from fedge.steps.fit_gate import FitGate
 from fedge.steps.fit_weights import Calibration, FitWeights, WeightsFitted
 from fedge.steps.install import Installed
-from fedge.steps.profile import Profile, Profiled
+from fedge.steps.profile import Profile
 from fedge.steps.train import Start, Train, Trained
 from fedge.steps.trial import Trial, Tried
 from fedge.tensors import Layout
@@ -158,7 +159,7 @@ class FedgeState(AskingState, frozen=True, kw_only=True):
     initial_model: BlobRef
     shared: ServerModel  # w, v
     extractor: BlobRef | None = None
-    profiles: dict[str, Profiled] = {}
+    profiles: dict[str, Description] = {}
     groups: tuple[tuple[str, ...], ...] = ()
     bandits: tuple[ccmab.State, ...] = ()
     n_moved: int = 0  # devices that joined or changed since the groups were made
@@ -550,19 +551,19 @@ class Fedge(Method[FedgeState]):
 async def profile(state: FedgeState, fleet: Fleet, r: int) -> FedgeState:
     """Profile (SPRE) devices that have no profile, or more or fewer samples since; then make AIDC groups."""
     extractor = state.extractor or state.shared.model
-    due = {i: device for i, device in awake(state, fleet, r).items() if is_due(state.profiles.get(i), device)}
+    due = {i: device for i, device in awake(state, fleet, r).items() if is_outdated(state.profiles.get(i), device)}
     state, answers = await ask(state, fleet, r, "profile", dict.fromkeys(due, Profile(extractor=extractor)))
-    new = newly_profiled(answers, due)
+    new = descriptions(answers, due, fleet, state.layout)
     state = msgspec.structs.replace(state, extractor=extractor)
     return group(state, new) if new else state
 
 
-def is_due(profiled: Profiled | None, device: Device) -> bool:
-    """Whether to profile a device: it has samples, and has no profile, or their number or distribution has changed."""
-    return device.n_samples > 0 and (profiled is None or profiled.n_samples != device.n_samples or device.drift)
+def is_outdated(profiled: Description | None, device: Device) -> bool:
+    """Whether to profile a device: as `grouping.is_due`, and where the distribution of its samples has changed."""
+    return grouping.is_due(profiled, device) or (device.drift and device.n_samples > 0)
 
 
-def group(state: FedgeState, new: dict[str, Profiled]) -> FedgeState:
+def group(state: FedgeState, new: dict[str, Description]) -> FedgeState:
     """FedEPC sections 4.4 and 4.6: place new and changed devices; after many of them, remake all groups."""
     profiled = of_one_length(state.profiles, new)
     state = without(state, state.profiles.keys() - profiled.keys())
@@ -740,7 +741,7 @@ async def seen_anew(state: FedgeState, fleet: Fleet, r: int) -> FedgeState:
     drifting = {device.id: device for device in fleet.devices() if device.drift and device.id in state.installed}
     extractor = state.extractor or state.shared.model
     state, answers = await ask(state, fleet, r, "profile", dict.fromkeys(drifting, Profile(extractor=extractor)))
-    new = newly_profiled(answers, drifting)
+    new = descriptions(answers, drifting, fleet, state.layout)
     if not new:
         return state
     state = group(msgspec.structs.replace(state, extractor=extractor), new)

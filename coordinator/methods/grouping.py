@@ -10,22 +10,23 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final, Protocol, TypeVar
+from typing import Final
 
 import msgspec
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from coordinator.aggregation import rules
-from coordinator.clustering import Clustering, Directions, Profiles, aidc, find_clusters, mctc
+from coordinator.clustering import Clustering, Directions, Features, Labels, Profiles, aidc, find_clusters, mctc
 from coordinator.clustering.aidc import Clusters
 from coordinator.fleet import Answer, Device, Fleet
-from coordinator.methods import accepted, declined, results
+from coordinator.methods import declined
 from coordinator.selection import ccmab
 from fedge.messages import BlobRef, Codec, Context
 from fedge.sgd import Sgd
 from fedge.step import Action
-from fedge.steps.describe_labels import DescribeLabels
+from fedge.steps.describe_labels import DescribeLabels, LabelsDescribed
 from fedge.steps.profile import Profile, Profiled
 from fedge.steps.train import MAX_STARTS, Start, Train, Trained
 from fedge.tensors import Layout
@@ -37,20 +38,22 @@ BELIEVED: Final = 10.0
 """Times the median: with 2, one of the runs with turned cameras chose other cohorts and missed its groups."""
 
 
-class _HasProfile(Protocol):
-    """`halves`: D_raw between the profiles of the device's even and odd samples, if it tells."""
+class Description(Struct, frozen=True, kw_only=True):
+    """A device's description of its data: a profile, its label feature, or a direction; samples and incarnation then.
 
-    @property
-    def profile(self) -> Sequence[float]: ...
+    `halves`: D_raw between the profiles of its even and odd samples, if it tells. `label`: in CFIC the number of its
+    cluster, whatever the clusters are made of.
+    """
 
-    @property
-    def halves(self) -> float | None: ...
+    n_samples: int
+    incarnation: str = ""
+    profile: tuple[float, ...] = ()
+    halves: float | None = None
+    label: int = -1
+    direction: BlobRef | None = None
 
 
-P = TypeVar("P", bound=_HasProfile)
-
-
-def of_one_length(known: Mapping[str, P], new: Mapping[str, P]) -> dict[str, P]:
+def of_one_length(known: Mapping[str, Description], new: Mapping[str, Description]) -> dict[str, Description]:
     """Comparable profiles, by ascending id: those of the most common length, on a tie that of known ones.
 
     Empty profiles (of devices with another description) stay.
@@ -64,24 +67,7 @@ def of_one_length(known: Mapping[str, P], new: Mapping[str, P]) -> dict[str, P]:
     return {i: told[i] for i in sorted(told) if i not in odd}
 
 
-def newly_profiled(answers: Mapping[str, Answer], asked: Mapping[str, Device]) -> dict[str, Profiled]:
-    """The new profiles; `n_samples`: those that a device had when it was asked."""
-    return {
-        i: msgspec.structs.replace(profiled, n_samples=asked[i].n_samples)
-        for i, profiled in results(answers, Profiled).items()
-    }
-
-
-def of_profiles(how: Clustering, profiled: Sequence[Profiled], *, rng: np.random.Generator) -> Clusters:
-    """Clusters of N >= 1 profiles, with D_ref from split halves; one if the extractor tells no devices apart."""
-    unit = unit_of(profiled)
-    if unit is None:
-        log.warning(ONE_GROUP)
-        return (tuple(range(len(profiled))),)
-    return find_clusters(how, Profiles(vectors=vectors_of(profiled), unit=unit), rng=rng).clusters
-
-
-def unit_of(profiled: Iterable[_HasProfile]) -> float | None:
+def unit_of(profiled: Iterable[Description]) -> float | None:
     """D_ref from the devices' split halves; None if the extractor tells no devices apart."""
     try:
         return aidc.split_half_unit([p.halves for p in profiled if p.halves is not None])
@@ -89,20 +75,25 @@ def unit_of(profiled: Iterable[_HasProfile]) -> float | None:
         return None
 
 
-def vectors_of(profiled: Iterable[_HasProfile]) -> NDArray[np.float64]:
+def vectors_of(profiled: Iterable[Description]) -> NDArray[np.float64]:
     """Profiles as an array (N, q)."""
     return np.array([p.profile for p in profiled])
 
 
-def place(stranger: str, told: Mapping[str, _HasProfile], clusters: Sequence[Sequence[str]], unit: float) -> aidc.Place:
+def place(stranger: str, told: Mapping[str, Description], clusters: Sequence[Sequence[str]], unit: float) -> aidc.Place:
     """The place of a profiled device among clusters of ids, by the NOISE rule (FedEPC section 4.6, point 1)."""
     profiles = [vectors_of(told[i] for i in members) for members in clusters]
     return aidc.place(np.array(told[stranger].profile), profiles, unit=unit)
 
 
-def has_changed(before: _HasProfile, now: _HasProfile, unit: float) -> bool:
+def has_changed(before: Description, now: Description, unit: float) -> bool:
     """Whether a device must be placed again (FedEPC section 4.6, point 3)."""
     return aidc.has_changed(np.array(before.profile), np.array(now.profile), unit=unit)
+
+
+def is_due(before: Description | None, device: Device) -> bool:
+    """Whether a device must describe its data: it has some, and never did, or their number has changed since."""
+    return device.n_samples > 0 and (before is None or before.n_samples != device.n_samples)
 
 
 def describing(
@@ -122,22 +113,61 @@ def describing(
     return Profile(extractor=extractor, noise=noise)
 
 
-def told_directions(answers: Mapping[str, Answer], fleet: Fleet, layout: Layout) -> dict[str, BlobRef]:
-    """The directions of new updates, each stored by itself; an update of zero has none."""
-    found = {i: mctc.direction(fleet.get(u.update, layout).params) for i, u in accepted(answers).items()}
-    return {i: fleet.put({"direction": d.astype(np.float32)}) for i, d in found.items() if d is not None}
+def descriptions(
+    answers: Mapping[str, Answer], asked: Mapping[str, Device], fleet: Fleet, layout: Layout
+) -> dict[str, Description]:
+    """The descriptions among the answers. Directions are stored by themselves; an update of zero has none."""
+    found = {}
+    for i, answer in answers.items():
+        device, told = asked[i], answer.result
+        described = Description(n_samples=device.n_samples, incarnation=device.incarnation)
+        if isinstance(told, LabelsDescribed) and told.feature >= 0:
+            found[i] = msgspec.structs.replace(described, label=told.feature)
+        elif isinstance(told, Profiled):
+            found[i] = msgspec.structs.replace(described, profile=told.profile, halves=told.halves)
+        elif isinstance(told, Trained):
+            unit = mctc.direction(fleet.get(told.update, layout).params)
+            if unit is not None:
+                stored = fleet.put({"direction": unit.astype(np.float32)})
+                found[i] = msgspec.structs.replace(described, direction=stored)
+    return found
 
 
-def embedded(directions: Sequence[BlobRef], fleet: Fleet) -> NDArray[np.float64]:
-    """N >= 1 directions, (N, m), with the cosines of the updates."""
-    return mctc.embedding(np.stack([fleet.get_tensors(ref)["direction"] for ref in directions]))
+def embedded(described: Iterable[Description], fleet: Fleet) -> NDArray[np.float64]:
+    """The directions of N >= 1 devices, (N, m), with the cosines of the updates."""
+    directions = [fleet.get_tensors(d.direction)["direction"] for d in described if d.direction is not None]
+    return mctc.embedding(np.stack(directions))
 
 
-def of_directions(directions: Sequence[BlobRef], fleet: Fleet, *, n_clusters: int | None = None) -> Clusters:
-    """MCTC of N >= 1 directions, each device in one cluster; at most `n_clusters`, by default eight."""
-    z = embedded(directions, fleet)
-    seen = Directions(vectors=z) if n_clusters is None else Directions(vectors=z, n_clusters=n_clusters)
-    return mctc.parted(z, find_clusters("mctc", seen, rng=np.random.default_rng(0)).clusters)
+def clusters_of(
+    how: Clustering,
+    described: Sequence[Description],
+    unit: float | None,
+    fleet: Fleet,
+    *,
+    rng: np.random.Generator,
+    n_clusters: int | None = None,
+) -> Clusters:
+    """Clusters of N described devices, each in one; at most `n_clusters` of mctc, by default eight.
+
+    `unit`: D_ref of profiles; None: the extractor tells no devices apart, so all are one cluster.
+    """
+    features: Features
+    if how == "mctc":
+        if not described:
+            return ()
+        z = embedded(described, fleet)
+        seen = Directions(vectors=z) if n_clusters is None else Directions(vectors=z, n_clusters=n_clusters)
+        return mctc.parted(z, find_clusters(how, seen, rng=rng).clusters)
+    if how == "labels":
+        features = Labels(tuple(d.label for d in described))
+    elif unit is None or len(described) < 2:
+        if len(described) > 1:
+            log.warning(ONE_GROUP)
+        return aidc.numbered([range(len(described))])
+    else:
+        features = Profiles(vectors=vectors_of(described), unit=unit)
+    return find_clusters(how, features, rng=rng, n_clusters=n_clusters).clusters
 
 
 def offered(own: Sequence[int], members: Sequence[Sequence[str]]) -> tuple[int, ...]:

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from coordinator.methods import MethodSettings, dump, load, make
-from coordinator.methods.cfic import CficState, Description, clusters
+from coordinator.methods.cfic import CficState, clusters
+from coordinator.methods.grouping import Description
 from coordinator.protection import Protection
 from coordinator.simulation.rounds import run
 from fedge.errors import ConfigError
@@ -38,7 +39,7 @@ async def test_eager_devices_tell_their_majority_label_once_and_before_training(
     fleet, layout, first = skewed(tmp_path)
     method = make("cfic", MethodSettings(rounds=3, participation=0.5, **EXACT))
     state = await rounds(method, method.init(layout, first), fleet, 3)
-    assert {i: d.feature for i, d in state.described.items()} == {i: majority(w) for i, w in fleet.workers.items()}
+    assert {i: d.label for i, d in state.described.items()} == {i: majority(w) for i, w in fleet.workers.items()}
     asked = [(r, step) for r, step, _ in fleet.asked]
     assert asked.count((1, "describe")) == 6
     assert {step for r, step in asked if r > 1} == {"train"}
@@ -107,7 +108,7 @@ async def test_a_silent_device_costs_one_deadline_and_rests(tmp_path) -> None:
     assert "d02" not in state.described
     fleet.silent = frozenset()
     state = await rounds(method, state, fleet, 1)
-    assert state.described["d02"].feature == majority(fleet.workers["d02"])
+    assert state.described["d02"].label == majority(fleet.workers["d02"])
     assert state.participations["d02"] == 1
 
 
@@ -212,7 +213,7 @@ def test_options_out_of_range_are_refused(options) -> None:
 
 def test_clusters_are_those_with_a_feature_in_ascending_order() -> None:
     features = {"a": 4, "c": 1, "d": -1, "e": 4}
-    described = {i: Description(feature=f, n_samples=1, incarnation="") for i, f in features.items()}
+    described = {i: Description(label=f, n_samples=1) for i, f in features.items()}
     method = make("cfic", MethodSettings())
     state = msgspec.structs.replace(method.init(None, None), described=described)
     assert list(clusters(state, ["e", "d", "c", "b", "a", "z"]).items()) == [(1, ["c"]), (4, ["a", "e"])]

@@ -8,22 +8,20 @@ import msgspec
 import numpy as np
 import pytest
 
-from coordinator.fleet import Answer
 from coordinator.methods import MethodSettings, Server, accepted, dump, load, make
 from coordinator.methods.fedepc import (
     GONE_AFTER,
     Cluster,
-    Description,
     FedEpc,
     FedEpcState,
     RoundLoss,
     deadline_s,
-    descriptions,
     has_converged,
     inherited,
     without,
 )
 from coordinator.methods.fedprox import FedProx
+from coordinator.methods.grouping import Description
 from coordinator.protection import Protection
 from coordinator.selection import ccmab
 from coordinator.simulation.rounds import run
@@ -32,9 +30,7 @@ from fedge.errors import ConfigError
 from fedge.messages import Codec
 from fedge.models.training import Network
 from fedge.sgd import Sgd
-from fedge.step import Failed
-from fedge.steps.describe_labels import LabelsDescribed
-from fedge.steps.profile import Profile, Profiled
+from fedge.steps.profile import Profile
 from fedge.steps.train import Start, Train
 from fedge.tasks import pool
 from tests.support.simulation import Fleet, digits, predicted
@@ -210,15 +206,6 @@ async def test_without_a_single_device_every_round_passes(tmp_path) -> None:
     of = method(rounds=3, warm_up=1)
     state = await run(of, of.init(layout, first), fleet)
     assert (state.shared, state.clusters, state.installed) == (first, (), {})
-
-
-def test_what_devices_say_of_themselves() -> None:
-    profiled = Profiled(extractor="0" * 64, profile=(0.1,), n_samples=3)
-    answers = {"a": Answer("a", profiled), "d": Answer("d", None)}
-    assert descriptions(answers, dict.fromkeys("ad", 7)) == {"a": Description(n_samples=7, profile=(0.1,))}
-    labels = {"a": Answer("a", LabelsDescribed(feature=2, n_samples=3)), "b": Answer("b", Failed(reason=""))}
-    labels["c"] = Answer("c", LabelsDescribed(feature=-1, n_samples=0))
-    assert descriptions(labels, dict.fromkeys("abc", 7)) == {"a": Description(n_samples=7, label=2)}
 
 
 async def test_a_device_with_profiles_of_another_length_leaves_when_it_is_outvoted(tmp_path) -> None:

@@ -19,12 +19,13 @@ from coordinator.methods.fedge import (
     Primary,
     TrialOutcome,
     group,
-    is_due,
+    is_outdated,
     offered,
     starts,
     train_experts,
     train_shared,
 )
+from coordinator.methods.grouping import Description
 from coordinator.methods.server_optimizer import ServerModel
 from coordinator.selection import ccmab
 from coordinator.simulation.outcome import RunOutcome
@@ -41,7 +42,6 @@ from fedge.fusion import calibrated
 from fedge.messages import Codec, Role
 from fedge.sgd import Sgd
 from fedge.steps.fit_candidates import CandidatesFitted
-from fedge.steps.profile import Profiled
 from fedge.steps.train import Start, Train, Trained
 from fedge.tensors import Model, flatten, from_bytes, unflatten
 from tests.support.simulation import Fleet, digits, manifests, predicted
@@ -505,9 +505,9 @@ async def test_where_all_are_silent_all_are_asked(tmp_path) -> None:
 # ---------------------------------------------------------------------------------------------- changed data
 
 
-def profiled(first: float, n_samples: int = 10) -> Profiled:
+def profiled(first: float, n_samples: int = 10) -> Description:
     """A profile of two units; such as differ little in `first` are of one group. The unit of distance is 1."""
-    return Profiled(extractor="0" * 64, profile=(first, 1 - first), halves=1 / 6, n_samples=n_samples)
+    return Description(profile=(first, 1 - first), halves=1 / 6, n_samples=n_samples)
 
 
 @pytest.fixture
@@ -522,10 +522,10 @@ def grouped(tmp_path) -> FedgeState:
 
 def test_who_is_profiled() -> None:
     known = profiled(0.5, n_samples=10)
-    assert is_due(None, Device("a", 10))
-    assert not is_due(known, Device("a", 10))
-    assert is_due(known, Device("a", 11))
-    assert not is_due(None, Device("a", 0)), "it has nothing to make a profile of"
+    assert is_outdated(None, Device("a", 10))
+    assert not is_outdated(known, Device("a", 10))
+    assert is_outdated(known, Device("a", 11))
+    assert not is_outdated(None, Device("a", 0)), "it has nothing to make a profile of"
 
 
 def test_a_device_whose_data_changed_goes_where_they_belong_and_all_others_stay(grouped) -> None:
@@ -846,10 +846,10 @@ async def test_a_device_that_drifts_after_the_end_gets_a_newer_bundle(tmp_path, 
 
 
 def test_a_device_that_drifts_is_profiled_anew() -> None:
-    profiled = Profiled(profile=(0.5,), extractor="0" * 64, n_samples=5)
-    assert not module.is_due(profiled, Device("a", 5))
-    assert module.is_due(profiled, Device("a", 5, drift=True))
-    assert not module.is_due(profiled, Device("a", 0, drift=True))
+    profiled = Description(profile=(0.5,), n_samples=5)
+    assert not module.is_outdated(profiled, Device("a", 5))
+    assert module.is_outdated(profiled, Device("a", 5, drift=True))
+    assert not module.is_outdated(profiled, Device("a", 0, drift=True))
 
 
 @pytest.mark.parametrize("kind", [default_method.NoFinalFit, default_method.NoGuard])

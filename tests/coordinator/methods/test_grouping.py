@@ -6,18 +6,20 @@ import numpy as np
 
 from coordinator.fleet import Answer, Device
 from coordinator.methods.grouping import (
+    Description,
     arm,
     believed,
+    clusters_of,
     describing,
+    descriptions,
     observed,
-    of_directions,
     of_one_length,
-    told_directions,
 )
 from coordinator.selection import ccmab
 from fedge.messages import BlobRef, Codec, Context
 from fedge.sgd import Sgd
 from fedge.step import Declined, Failed
+from fedge.steps.describe_labels import LabelsDescribed
 from fedge.steps.profile import Profiled
 from fedge.steps.train import Start, Train, Trained
 from fedge.tensors import unflatten
@@ -40,8 +42,8 @@ def test_an_arm_is_the_device_with_the_work_of_one_order() -> None:
     assert arm(Device("a", 10), Sgd(epochs=2, batch_size=3), model).work == 7 * 3  # two passes over 10 in batches of 3
 
 
-def profiled(n: int) -> Profiled:
-    return Profiled(extractor="0" * 64, profile=(0.5,) * n, n_samples=5)
+def profiled(n: int) -> Description:
+    return Description(profile=(0.5,) * n, n_samples=5)
 
 
 def test_profiles_that_are_not_as_long_as_most_are_left_out() -> None:
@@ -83,15 +85,15 @@ async def test_directions_of_a_common_model_find_planted_groups(tmp_path) -> Non
     w = fleet.get(first, layout)
     still = fleet.put(unflatten(replace(w, params=np.zeros_like(w.params)), layout))
     answers["d07"] = Answer("d07", Trained(update=still, n_samples=5))
-    told = told_directions(answers, fleet, layout)
+    told = descriptions(answers, {device.id: device for device in fleet.devices()}, fleet, layout)
     assert sorted(told) == sorted(set(group_of) - {"d03", "d07"})
     ids = list(told)
-    found = of_directions(list(told.values()), fleet)
+    found = clusters_of("mctc", list(told.values()), None, fleet, rng=np.random.default_rng(0))
     assert sorted(i for cluster in found for i in cluster) == list(range(len(ids)))
     assert {frozenset(ids[i] for i in cluster) for cluster in found} == {
         frozenset(i for i in ids if group_of[i] == group) for group in range(4)
     }
-    assert len(of_directions(list(told.values()), fleet, n_clusters=2)) <= 2
+    assert len(clusters_of("mctc", list(told.values()), None, fleet, rng=np.random.default_rng(0), n_clusters=2)) <= 2
 
 
 def test_a_liar_does_not_stretch_the_scale_of_the_bandit() -> None:
@@ -100,3 +102,14 @@ def test_a_liar_does_not_stretch_the_scale_of_the_bandit() -> None:
     found = believed({"a": honest, "b": honest, "c": None, "d": honest, "e": liar})
     assert (found["a"], found["c"]) == (honest, None)
     assert found["e"] == ccmab.Participation(loss_drop=5.0, gradient_norm=30.0, seconds=1.0)
+
+
+def test_what_devices_say_of_themselves() -> None:
+    device = Device("a", 7, incarnation="1")
+    answers = {"a": Answer("a", Profiled(extractor="0" * 64, profile=(0.1,), n_samples=3)), "d": Answer("d", None)}
+    at = {"n_samples": 7, "incarnation": "1"}
+    asked = dict.fromkeys("abcd", device)
+    assert descriptions(answers, asked, None, None) == {"a": Description(profile=(0.1,), **at)}
+    labels = {"a": Answer("a", LabelsDescribed(feature=2, n_samples=3)), "b": Answer("b", Failed(reason=""))}
+    labels["c"] = Answer("c", LabelsDescribed(feature=-1, n_samples=0))
+    assert descriptions(labels, asked, None, None) == {"a": Description(label=2, **at)}
