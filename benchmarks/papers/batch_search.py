@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from coordinator.selection.ccmab import NOISE, TIE, Column, Purse, Vectors
+from coordinator.selection.ccmab import NOISE, TIE, Column, Vectors
 
 
 def greedy_batch(
@@ -19,7 +19,8 @@ def greedy_batch(
     first: Sequence[int],
     allowed: Sequence[int],
     size: int,
-    purse: Purse,
+    seconds: Vectors,
+    budget_s: float,
 ) -> list[int]:
     """As `greedy`: the largest mean_i + sqrt(beta cov_ii), then cov is conditioned on it; spreads over contexts.
 
@@ -27,21 +28,22 @@ def greedy_batch(
     """
     chosen: list[int] = []
     factors = np.zeros((max(size, len(first)), len(mean)))  # outer products that sum to the reduction of cov
-    left = variance.copy()
+    left, left_s = variance.copy(), budget_s
 
     def take(device: int) -> None:
+        nonlocal left_s
+        left_s -= float(seconds[device])
         known = factors[: len(chosen)]
         factors[len(chosen)] = (column(device) - known[:, device] @ known) / math.sqrt(left[device] + NOISE)
         left[:] -= factors[len(chosen)] ** 2
         chosen.append(device)
 
-    remaining = purse.pays(np.array(sorted(set(allowed) - set(first)), np.intp))
     for overdue in first:
         take(overdue)
-    while len(chosen) < size and len(remaining):
+    remaining = np.array(sorted(set(allowed) - set(first)), np.intp)
+    while len(chosen) < size and len(remaining := remaining[seconds[remaining] <= left_s * (1 + TIE)]):
         scores = mean[remaining] + np.sqrt(beta * np.maximum(left[remaining], 0.0))
         best = int(np.argmax(scores >= scores.max() - TIE))
         take(int(remaining[best]))
-        purse = purse.after(chosen[-1])
-        remaining = purse.pays(np.delete(remaining, best))
+        remaining = np.delete(remaining, best)
     return chosen

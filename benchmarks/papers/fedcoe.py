@@ -51,6 +51,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from benchmarks.papers.global_model import predict
 from coordinator.aggregation import correlation
 from coordinator.fleet import Answer
 from coordinator.fleet.simulated import SimulatedFleet
@@ -355,7 +356,7 @@ class Trial:
         ids = sorted(fleet.workers)
         last = state.diagnostics[-1]
         plain = Figures(
-            overall=float((method.predict(state, fleet, x).argmax(axis=1) == y).mean()),
+            overall=float((predict(method, state, fleet, x).argmax(axis=1) == y).mean()),
             personal=(
                 self.mean_personal([fleet.after_training[i] for i in ids]),
                 self.mean_personal([fleet.get(state.clients[i], self.layout) for i in ids]),

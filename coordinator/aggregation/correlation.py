@@ -182,21 +182,6 @@ def is_profile(shares: Sequence[float], n_experts: int) -> bool:
     return rho.shape == (n_experts,) and bool((rho >= 0).all()) and abs(float(rho.sum()) - 1) <= ON_THE_SIMPLEX
 
 
-def routed(p: Array, probabilities: Array, top: int) -> Array:
-    """Eq. 4: the global model's class probabilities (n, C): the `top` experts of each sample, weighted by the gate.
-
-    Args:
-        p: gate (n, K); the lower index wins a tie.
-        probabilities: (K, n, C) of the experts.
-        top: k, at least 1.
-    """
-    chosen = np.argsort(-p, axis=1, kind="stable")[:, :top]
-    weights = np.zeros_like(p)
-    np.put_along_axis(weights, chosen, np.take_along_axis(p, chosen, axis=1), axis=1)
-    fused: Array = np.einsum("nk,knc->nc", weights / weights.sum(axis=1, keepdims=True), probabilities)
-    return fused
-
-
 # ---------------------------------------------------------------------------------------------------- diagnostics
 
 

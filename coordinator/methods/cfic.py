@@ -29,25 +29,13 @@ from coordinator.methods import (
     MethodSettings,
     Server,
     accepted,
+    grouping,
     round_done,
     round_rng,
 )
 from coordinator.methods.averaging import averages
 from coordinator.methods.cohort import bandit_of
-from coordinator.methods.grouping import (
-    Choices,
-    Description,
-    arm,
-    bandits_after,
-    chosen,
-    clusters_of,
-    describing,
-    descriptions,
-    is_due,
-    of_one_length,
-    tell_choices,
-    unit_of,
-)
+from coordinator.methods.grouping import Choices, Description
 from coordinator.methods.unresponsive import AskingState, ask, awake
 from coordinator.protection import Guard, without_noise
 from coordinator.selection import ccmab, choose, cohort_size, stratified, uniform
@@ -136,12 +124,12 @@ class Cfic(Method[CficState]):
         state = await self._describe(state, fleet, "describe", awake(state, fleet, r))
         devices = awake(state, fleet, r)
         choices = self._choose(state, devices, r)
-        tell_choices(fleet, choices)
-        cohort = chosen(choices) or self._draw(state, devices, r)
+        grouping.tell_choices(fleet, choices)
+        cohort = grouping.chosen(choices) or self._draw(state, devices, r)
         start, sgd, codec = Start(model=state.model), self.settings.sgd, self.settings.codec
         order = Train(starts=(start,), sgd=sgd, codec=codec, measure=bool(choices))
         state, answers = await ask(state, fleet, r, "train", dict.fromkeys(cohort, order))
-        bandits = {str(k - 1): bandit for k, bandit in bandits_after(choices, answers).items()}
+        bandits = {str(k - 1): bandit for k, bandit in grouping.bandits_after(choices, answers).items()}
         state = msgspec.structs.replace(state, bandits=state.bandits | bandits)
         updates = accepted(answers)
         trained = {device.id: device for device in fleet.devices() if device.id in updates}
@@ -153,18 +141,14 @@ class Cfic(Method[CficState]):
 
     async def _describe(self, state: CficState, fleet: Fleet, step: str, devices: Mapping[str, Device]) -> CficState:
         """Section 4: devices whose label feature is unknown or outdated report it, as do restarted ones."""
-        known = state.described
-        asked = {
-            i: device
-            for i, device in devices.items()
-            if is_due(known.get(i), device) or (i in known and known[i].incarnation != device.incarnation)
-        }
+        known = {i: d for i, d in state.described.items() if i in devices and d.incarnation == devices[i].incarnation}
+        asked = {i: device for i, device in devices.items() if grouping.is_due(known.get(i), device)}
         needed = self.selection != "uniform" or self.options.correction
         if not asked or not needed or state.round < self._unknown:
             return state
         if not self._by_label:
             state = msgspec.structs.replace(state, extractor=state.extractor or state.model)
-        order = describing(
+        order = grouping.describing(
             self.options.clustering,
             state.extractor or state.model,
             sgd=self.settings.sgd,
@@ -172,8 +156,8 @@ class Cfic(Method[CficState]):
             labels=DescribeLabels(epsilon=self.options.epsilon),
         )
         state, answers = await ask(state, fleet, state.round + 1, step, dict.fromkeys(asked, order))
-        new = descriptions(answers, asked, fleet, state.layout)
-        told = of_one_length(state.described, new)
+        new = grouping.descriptions(answers, asked, fleet, state.layout)
+        told = grouping.of_one_length(state.described, new)
         if self._by_label:
             return msgspec.structs.replace(state, described=told)
         return self._clustered(state, told, fleet) if new.keys() & told.keys() else state
@@ -182,7 +166,8 @@ class Cfic(Method[CficState]):
         """Remake all clusters except those of labels; each inherits the bandit it overlaps most (FedEPC 4.6)."""
         ids, described = list(told), list(told.values())
         rng = np.random.default_rng(self.settings.seed)
-        positions = clusters_of(self.options.clustering, described, unit_of(described), fleet, rng=rng)
+        unit = grouping.unit_of(described)
+        positions = grouping.clusters_of(self.options.clustering, described, unit, fleet, rng=rng)
         found = [[ids[position] for position in members] for members in positions]
         old = {NO_FEATURE: [i for i in ids if i not in state.described]} | clusters(state, state.described)
         heirs = aidc.inherit(list(old.values()), found)
@@ -214,7 +199,9 @@ class Cfic(Method[CficState]):
         ids = available(state, devices)
         members = clusters(state, ids) | {NO_FEATURE: [i for i in ids if feature_of(state, i) is None]}
         sgd = self.settings.sgd
-        arms = {k + 1: [arm(devices[i], sgd, state.model) for i in of_cluster] for k, of_cluster in members.items()}
+        arms = {
+            k + 1: [grouping.arm(devices[i], sgd, state.model) for i in of_cluster] for k, of_cluster in members.items()
+        }
         bandits = {k + 1: state.bandits.get(str(k), ccmab.State()) for k in members}
         seed = (self.settings.seed, r)
         return choose(self.selection, arms, bandits, self._bandit, seed=seed, last_visit={})

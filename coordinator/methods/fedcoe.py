@@ -16,7 +16,6 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 import msgspec
 import numpy as np
 from msgspec import Meta, Struct
-from numpy.typing import NDArray
 
 from coordinator.aggregation import correlation
 from coordinator.fleet import Answer, Fleet
@@ -144,7 +143,7 @@ class FedCoE(Method[FedCoEState]):
     PRETRAINING_EPOCHS: ClassVar[int] = 30
     """Of experts and gate, section 3."""
     TOP: ClassVar[int] = 2
-    """k, experts of a sample in the global model, and with "functions" of a new client."""
+    """k, experts of a new client with "functions"; of a sample in the global model (benchmarks/papers/fedcoe.py)."""
     TRUNK: ClassVar[Trunk] = "auto"
     """Of the gate."""
 
@@ -294,9 +293,9 @@ class FedCoE(Method[FedCoEState]):
     def _experts(self, state: FedCoEState, fleet: Fleet) -> list[Model]:
         return [fleet.get(expert, state.layout) for expert in state.experts]
 
-    def _routing(self, state: FedCoEState, fleet: Fleet, x: NDArray[np.float32] | None = None) -> correlation.Array:
+    def _routing(self, state: FedCoEState, fleet: Fleet) -> correlation.Array:
         assert state.gate is not None
-        return self.server_data.routing(fleet.get_tensors(state.gate), x)
+        return self.server_data.routing(fleet.get_tensors(state.gate))
 
     def _diagnose(
         self,
@@ -385,13 +384,6 @@ class FedCoE(Method[FedCoEState]):
     def serves(self, state: FedCoEState, device_id: str) -> BlobRef:
         """The client's own model; without one, the mean of the experts."""
         return state.clients.get(device_id, state.common)
-
-    def predict(self, state: FedCoEState, fleet: Fleet, x: NDArray[np.float32]) -> correlation.Array:
-        """Eq. 4: class probabilities (n, C) of gate and best experts; of the first model before there are any."""
-        if not state.experts:
-            return self.server_data.probabilities(fleet.get(state.common, state.layout), x)
-        probabilities = np.stack([self.server_data.probabilities(e, x) for e in self._experts(state, fleet)])
-        return correlation.routed(self._routing(state, fleet, x), probabilities, self.TOP)
 
     def summary(self, state: FedCoEState) -> dict[str, Any]:
         """History, diagnostics of the experts, profiles of devices that started cold, bundles."""

@@ -40,28 +40,14 @@ from coordinator.methods import (
     Samples,
     Server,
     accepted,
+    grouping,
     install,
     mean_loss,
     round_done,
     round_rng,
 )
 from coordinator.methods.averaging import average, averages
-from coordinator.methods.grouping import (
-    Choices,
-    Description,
-    arm,
-    clusters_of,
-    describing,
-    descriptions,
-    embedded,
-    has_changed,
-    is_due,
-    observed,
-    of_one_length,
-    place,
-    tell_choices,
-    unit_of,
-)
+from coordinator.methods.grouping import Choices, Description
 from coordinator.methods.server_optimizer import moved
 from coordinator.methods.unresponsive import AskingState, ask, awake
 from coordinator.protection import Guard, without_noise
@@ -249,8 +235,8 @@ class FedEpc(Method[FedEpcState]):
         """Devices without a description, or with more or fewer samples since, describe their data (SPRE)."""
         state = await self._with_extractor(state, fleet)
         assert state.extractor is not None
-        due = {i: d for i, d in awake(state, fleet, r).items() if is_due(state.described.get(i), d)}
-        action = describing(
+        due = {i: d for i, d in awake(state, fleet, r).items() if grouping.is_due(state.described.get(i), d)}
+        action = grouping.describing(
             self.options.clustering,
             state.extractor,
             sgd=self._sgd,
@@ -258,7 +244,7 @@ class FedEpc(Method[FedEpcState]):
             noise=self.options.sigma_dp,
         )
         state, answers = await ask(state, fleet, r, "describe", dict.fromkeys(due, action))
-        return self._arrange(state, descriptions(answers, due, fleet, state.layout), fleet)
+        return self._arrange(state, grouping.descriptions(answers, due, fleet, state.layout), fleet)
 
     async def _with_extractor(self, state: FedEpcState, fleet: Fleet) -> FedEpcState:
         """W_ext, made once: the model of the warm-up, or one trained on the server data, with its D_ref (4.1)."""
@@ -277,8 +263,8 @@ class FedEpc(Method[FedEpcState]):
 
     def _arrange(self, state: FedEpcState, new: dict[str, Description], fleet: Fleet) -> FedEpcState:
         """4.6: place new and changed devices; remake all clusters at first, and after many moves."""
-        described = of_one_length(state.described, new)
-        unit = state.unit or unit_of(described.values())  # None: nothing tells devices apart: one cluster
+        described = grouping.of_one_length(state.described, new)
+        unit = state.unit or grouping.unit_of(described.values())  # None: nothing tells devices apart: one cluster
         strangers = [i for i in new if i in described and self._is_strange(state.described.get(i), new[i], unit)]
         state = msgspec.structs.replace(
             state,
@@ -298,14 +284,14 @@ class FedEpc(Method[FedEpcState]):
             return before is None or before.label != now.label
         if now.direction is not None:  # its data changed: it may point anywhere
             return now.direction != before.direction
-        return unit is not None and has_changed(before, now, unit)
+        return unit is not None and grouping.has_changed(before, now, unit)
 
     def _remade(self, state: FedEpcState, unit: float | None, fleet: Fleet) -> FedEpcState:
         """4.6, point 4: remake all clusters; each inherits models, and the bandit of the one it overlaps most."""
         ids = list(state.described)
         o, rng = self.options, np.random.default_rng(self.settings.seed)
         described = list(state.described.values())
-        positions = clusters_of(o.clustering, described, unit, fleet, rng=rng, n_clusters=o.n_clusters)
+        positions = grouping.clusters_of(o.clustering, described, unit, fleet, rng=rng, n_clusters=o.n_clusters)
         found = [tuple(ids[i] for i in members) for members in positions]
         heirs = aidc.inherit([cluster.members for cluster in state.clusters], found)
         clusters = tuple(
@@ -338,13 +324,13 @@ class FedEpc(Method[FedEpcState]):
             return Place(same[0] if same else None, None)
         if self.options.clustering == "mctc":
             ids = [i for cluster in state.clusters for i in cluster.members]
-            z = embedded((state.described[i] for i in (*ids, stranger)), fleet)
+            z = grouping.embedded((state.described[i] for i in (*ids, stranger)), fleet)
             means = np.stack([z[[ids.index(i) for i in cluster.members]].mean(axis=0) for cluster in state.clusters])
             nearest = int(mctc.cosines(z[-1:], means).argmax())
             return Place(nearest, nearest)
         if unit is None:
             return Place(0, 0)
-        return place(stranger, state.described, [cluster.members for cluster in state.clusters], unit)
+        return grouping.place(stranger, state.described, [cluster.members for cluster in state.clusters], unit)
 
     # ------------------------------------------------------------- sections 5 and 6: selection, training, the mean
 
@@ -352,7 +338,7 @@ class FedEpc(Method[FedEpcState]):
         """Every cluster that has not converged selects, trains and takes its mean; no weights cross its border."""
         present = awake(state, fleet, r)
         chosen = self._select(state, present, r)
-        tell_choices(fleet, chosen)
+        grouping.tell_choices(fleet, chosen)
         orders = {i: self._order(state.clusters[k].model, k) for k, (s, _) in chosen.items() for i in s.ids}
         state, answers = await ask(state, fleet, r, "train", orders)
         updates = accepted(answers)
@@ -363,7 +349,7 @@ class FedEpc(Method[FedEpcState]):
             own = [updates[i] for i in selection.ids if i in updates]
             cluster = msgspec.structs.replace(
                 clusters[k],
-                bandit=observed(bandit, selection, answers),
+                bandit=grouping.observed(bandit, selection, answers),
                 visited=r if selection.ids else clusters[k].visited,
             )
             if mean is not None and len(own) >= min(self.settings.min_reports, len(selection.ids)):
@@ -377,7 +363,7 @@ class FedEpc(Method[FedEpcState]):
     def _select(self, state: FedEpcState, present: Mapping[str, Device], r: int) -> Choices:
         """Section 5 in each open cluster, by number; every cluster has its own random numbers."""
         arms = {
-            k: [arm(present[i], self._sgd, cluster.model) for i in cluster.members if i in present]
+            k: [grouping.arm(present[i], self._sgd, cluster.model) for i in cluster.members if i in present]
             for k, cluster in enumerate(state.clusters)
             if not cluster.converged
         }

@@ -44,21 +44,7 @@ from coordinator.methods import (
 from coordinator.methods.asynchronous import ONE_BY_ONE, buffered
 from coordinator.methods.averaging import FRESH, average, averages
 from coordinator.methods.cohort import bandit_of
-from coordinator.methods.grouping import (
-    ONE_GROUP,
-    Choices,
-    Description,
-    arm,
-    bandits_after,
-    chosen,
-    descriptions,
-    has_changed,
-    of_one_length,
-    place,
-    tell_choices,
-    unit_of,
-    vectors_of,
-)
+from coordinator.methods.grouping import ONE_GROUP, Choices, Description
 from coordinator.methods.server_optimizer import ServerModel, stepped
 from coordinator.methods.unresponsive import AskingState, ask, awake
 from coordinator.protection import Guard, without_noise
@@ -227,12 +213,12 @@ class Fedge(Method[FedgeState]):
         present = awake(state, fleet, r)
         tries, panel = self._tries(state, r), self._panel(present)
         choices = {} if tries else self._select(state, present, r)
-        tell_choices(fleet, choices)
+        grouping.tell_choices(fleet, choices)
         cohort = panel if tries or self.options.buffer or r <= WARM_UP else self._cohort(state, choices, present, r)
         orders = {i: self._order(state, i, r, measure=bool(choices)) for i in cohort}
         state, answers = await ask(state, fleet, r, "train", orders)
         updates = accepted(answers)
-        bandits = dict(enumerate(state.bandits)) | bandits_after(choices, answers)
+        bandits = dict(enumerate(state.bandits)) | grouping.bandits_after(choices, answers)
         state = msgspec.structs.replace(state, bandits=tuple(bandits.values()))
         if len(updates) >= self.settings.min_reports:
             if state.experts:
@@ -296,7 +282,7 @@ class Fedge(Method[FedgeState]):
         return choose(
             self.selection,
             {
-                k: [arm(present[i], self.settings.sgd, state.shared.model) for i in group if i in present]
+                k: [grouping.arm(present[i], self.settings.sgd, state.shared.model) for i in group if i in present]
                 for k, group in enumerate(state.groups)
             },
             dict(enumerate(state.bandits)),
@@ -323,7 +309,7 @@ class Fedge(Method[FedgeState]):
             return list(present)
         rng, share = round_rng(self.settings, r), self.settings.participation
         if choices:
-            return sorted([*chosen(choices), *uniform(others, cohort_size(len(others), share), rng)])
+            return sorted([*grouping.chosen(choices), *uniform(others, cohort_size(len(others), share), rng)])
         groups = [others, *([i for i in group if i in present] for group in state.groups)]
         return sorted(i for group in groups for i in uniform(group, cohort_size(len(group), share), rng))
 
@@ -553,7 +539,7 @@ async def profile(state: FedgeState, fleet: Fleet, r: int) -> FedgeState:
     extractor = state.extractor or state.shared.model
     due = {i: device for i, device in awake(state, fleet, r).items() if is_outdated(state.profiles.get(i), device)}
     state, answers = await ask(state, fleet, r, "profile", dict.fromkeys(due, Profile(extractor=extractor)))
-    new = descriptions(answers, due, fleet, state.layout)
+    new = grouping.descriptions(answers, due, fleet, state.layout)
     state = msgspec.structs.replace(state, extractor=extractor)
     return group(state, new) if new else state
 
@@ -565,18 +551,18 @@ def is_outdated(profiled: Description | None, device: Device) -> bool:
 
 def group(state: FedgeState, new: dict[str, Description]) -> FedgeState:
     """FedEPC sections 4.4 and 4.6: place new and changed devices; after many of them, remake all groups."""
-    profiled = of_one_length(state.profiles, new)
+    profiled = grouping.of_one_length(state.profiles, new)
     state = without(state, state.profiles.keys() - profiled.keys())
     before, state = state.profiles, msgspec.structs.replace(state, profiles=profiled)
-    unit = unit_of(profiled.values())
+    unit = grouping.unit_of(profiled.values())
     if unit is None:
         log.warning(ONE_GROUP)
         return with_groups(state, (tuple(profiled),))
-    moved = [i for i in new if i in profiled and (i not in before or has_changed(before[i], new[i], unit))]
+    moved = [i for i in new if i in profiled and (i not in before or grouping.has_changed(before[i], new[i], unit))]
     state = without(state, moved)
     if not state.groups or aidc.needs_reclustering(state.n_moved, len(profiled)):
         ids = list(profiled)
-        found = aidc.aidc(vectors_of(profiled.values()), unit=unit, rng=np.random.default_rng(0))
+        found = aidc.aidc(grouping.vectors_of(profiled.values()), unit=unit, rng=np.random.default_rng(0))
         return with_groups(state, tuple(tuple(ids[i] for i in members) for members in found))
     for device_id in moved:
         state = placed(state, device_id, unit)
@@ -596,7 +582,7 @@ def without(state: FedgeState, strangers: Collection[str]) -> FedgeState:
 
 def placed(state: FedgeState, stranger: str, unit: float) -> FedgeState:
     """FedEPC section 4.6, point 1: a stranger joins the nearest group, or founds one."""
-    k = place(stranger, state.profiles, state.groups, unit).cluster
+    k = grouping.place(stranger, state.profiles, state.groups, unit).cluster
     if k is None:
         return msgspec.structs.replace(
             state, groups=(*state.groups, (stranger,)), bandits=(*state.bandits, ccmab.State())
@@ -741,7 +727,7 @@ async def seen_anew(state: FedgeState, fleet: Fleet, r: int) -> FedgeState:
     drifting = {device.id: device for device in fleet.devices() if device.drift and device.id in state.installed}
     extractor = state.extractor or state.shared.model
     state, answers = await ask(state, fleet, r, "profile", dict.fromkeys(drifting, Profile(extractor=extractor)))
-    new = descriptions(answers, drifting, fleet, state.layout)
+    new = grouping.descriptions(answers, drifting, fleet, state.layout)
     if not new:
         return state
     state = group(msgspec.structs.replace(state, extractor=extractor), new)

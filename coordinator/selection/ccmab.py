@@ -259,22 +259,6 @@ def exploration(t: int) -> float:
     return 2 * math.log(t * t / DELTA)
 
 
-@dataclass(frozen=True, slots=True)
-class Purse:
-    """Device-seconds left to spend, and the cost of each device, (n,)."""
-
-    left_s: float
-    seconds: Vectors
-
-    def pays(self, devices: NDArray[np.intp]) -> NDArray[np.intp]:
-        """The devices that still fit."""
-        return devices[self.seconds[devices] <= self.left_s * (1 + TIE)]
-
-    def after(self, device: int) -> Purse:
-        """The purse after taking this device."""
-        return Purse(self.left_s - float(self.seconds[device]), self.seconds)
-
-
 Column = Callable[[int], Vectors]
 """Covariances of all devices with one of them, (n,)."""
 
@@ -288,32 +272,34 @@ def greedy(
     first: Sequence[int],
     allowed: Sequence[int],
     size: int,
-    purse: Purse,
+    seconds: Vectors,
+    budget_s: float,
 ) -> list[int]:
     """Extend the set `first` one by one to `size` devices with the largest U(A) = mean(A) + sqrt(beta var(A)), (11).
 
-    `allowed`: who may be added; `purse`: for those that are. Cost: O(size * n) time beyond that of as many columns,
-    O(n) memory.
+    `allowed`: who may be added while the sum of `seconds`, (n,), stays within the budget. Cost: O(size * n) time beyond
+    that of as many columns, O(n) memory.
     """
     chosen: list[int] = []
     within, across = 0.0, np.zeros(len(mean))  # var(A), and each device's covariance with A
+    left_s = budget_s
 
     def take(device: int) -> None:
-        nonlocal within, across
+        nonlocal within, across, left_s
         within += 2 * float(across[device]) + float(variance[device])
         across = across + column(device)
+        left_s -= float(seconds[device])
         chosen.append(device)
 
-    remaining = purse.pays(np.array(sorted(set(allowed) - set(first)), np.intp))
     for overdue in first:
         take(overdue)
-    while len(chosen) < size and len(remaining):
+    remaining = np.array(sorted(set(allowed) - set(first)), np.intp)
+    while len(chosen) < size and len(remaining := remaining[seconds[remaining] <= left_s * (1 + TIE)]):
         variances = within + 2 * across[remaining] + variance[remaining]
         scores = mean[chosen].sum() + mean[remaining] + np.sqrt(beta * np.maximum(variances, 0.0))
-        best = _best(scores)
+        best = int(np.argmax(scores >= scores.max() - TIE))
         take(int(remaining[best]))
-        purse = purse.after(chosen[-1])
-        remaining = purse.pays(np.delete(remaining, best))
+        remaining = np.delete(remaining, best)
     return chosen
 
 
@@ -334,10 +320,6 @@ class Settings:
     budget_s: float | None = None
     fairness: bool = True
     search: Callable[..., list[int]] = greedy
-
-
-def _best(scores: Vectors) -> int:
-    return int(np.argmax(scores >= scores.max() - TIE))
 
 
 def overdue(waits: Sequence[int], m: int, n_devices: int) -> list[int]:
@@ -450,8 +432,8 @@ def _choose(
     of = posterior(x, seen, np.array(state.rewards))
     beta = exploration(state.selections + 1)
     budget_s = math.inf if settings.budget_s is None else settings.budget_s
-    purse = Purse(budget_s - float(seconds[late].sum()), seconds)
-    chosen = settings.search(of.mean, of.variance, of.column, beta, first=late, allowed=feasible, size=m, purse=purse)
+    among = {"first": late, "allowed": feasible, "size": m, "seconds": seconds, "budget_s": budget_s}
+    chosen = settings.search(of.mean, of.variance, of.column, beta, **among)
     bonus = np.sqrt(beta * np.maximum(of.variance, 0.0))
     return chosen, [*zip(of.mean.tolist(), bonus.tolist(), strict=True)]
 

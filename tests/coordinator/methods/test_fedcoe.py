@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import deploy
+from benchmarks.papers.global_model import predict
 from coordinator.aggregation import correlation
 from coordinator.fleet import Answer, Device
 from coordinator.methods import MethodSettings, Samples, Server, accepted, dump, load, make
@@ -132,7 +133,7 @@ async def test_repaired_keeps_experts_apart_and_printed_makes_them_one(tmp_path:
         fleet, layout, first = federation(tmp_path / preset, n=6, alpha=0.1)
         method = method_of(rounds=8, kind=FedCoE, preset=preset)
         found[preset] = await run(method, method.init(layout, first), fleet)
-        accuracy[preset] = (method.predict(found[preset], fleet, TEST[0]).argmax(axis=1) == TEST[1]).mean()
+        accuracy[preset] = (predict(method, found[preset], fleet, TEST[0]).argmax(axis=1) == TEST[1]).mean()
     repaired, printed = (found[preset].diagnostics[-1] for preset in ("repaired", "printed"))
     assert repaired.overlap < 0.7
     assert repaired.spread > 0.01
@@ -201,7 +202,7 @@ async def test_without_a_gate_all_experts_count_alike(tmp_path: Path) -> None:
     assert state.diagnostics[-1].gate_maximum == pytest.approx(0.25)
     np.testing.assert_allclose(state.profiles["d03"], 0.25, atol=1e-6)
     experts = [method.server_data.probabilities(hiding.get(ref, layout), TEST[0]) for ref in state.experts]
-    np.testing.assert_allclose(method.predict(state, hiding, TEST[0]), np.mean(experts, axis=0), atol=1e-9)
+    np.testing.assert_allclose(predict(method, state, hiding, TEST[0]), np.mean(experts, axis=0), atol=1e-9)
 
 
 async def test_clients_and_experts_learn_with_weight_decay(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from benchmarks.papers.batch_search import greedy_batch
 from coordinator.selection import ccmab
 from coordinator.selection.ccmab import Arm, Participation, Settings, State
 
-FREE = ccmab.Purse(math.inf, np.ones(50))
+FREE = {"seconds": np.ones(50), "budget_s": math.inf}
 
 
 def arms(n, *, ghz=None, samples=50):
@@ -288,24 +288,24 @@ def test_greedy_is_the_slow_greedy(seed, size):
         chosen.append(
             max((i for i in allowed if i not in chosen), key=lambda i: set_score(mean, cov, 3.0, [*chosen, i]))
         )
-    assert ccmab.greedy(mean, *parts(cov), 3.0, first=first, allowed=allowed, size=size, purse=FREE) == chosen
+    assert ccmab.greedy(mean, *parts(cov), 3.0, first=first, allowed=allowed, size=size, **FREE) == chosen
 
 
 def test_greedy_ties_go_to_the_lowest_and_it_stops_when_nobody_is_left():
     mean, cov = np.zeros(4), np.eye(4)
-    assert ccmab.greedy(mean, *parts(cov), 1.0, first=[], allowed=[3, 1, 2], size=2, purse=FREE) == [1, 2]
-    assert ccmab.greedy(mean, *parts(cov), 1.0, first=[0], allowed=[2], size=4, purse=FREE) == [0, 2]
+    assert ccmab.greedy(mean, *parts(cov), 1.0, first=[], allowed=[3, 1, 2], size=2, **FREE) == [1, 2]
+    assert ccmab.greedy(mean, *parts(cov), 1.0, first=[0], allowed=[2], size=4, **FREE) == [0, 2]
 
 
 def test_batch_spreads_over_unlike_contexts():
     x = np.array([[0.0] * 5, [0.01] * 5, [1.0] * 5])
     mean, cov = np.array([0.02, 0.01, 0.0]), ccmab.kernel(x, x)
     kept = cov.copy()
-    assert greedy_batch(mean, *parts(cov), 4.0, first=[], allowed=[0, 1, 2], size=2, purse=FREE) == [
+    assert greedy_batch(mean, *parts(cov), 4.0, first=[], allowed=[0, 1, 2], size=2, **FREE) == [
         0,
         2,
     ]
-    assert greedy_batch(mean, *parts(cov), 4.0, first=[0], allowed=[1, 2], size=2, purse=FREE) == [
+    assert greedy_batch(mean, *parts(cov), 4.0, first=[0], allowed=[1, 2], size=2, **FREE) == [
         0,
         2,
     ]
@@ -411,9 +411,9 @@ def test_regret_is_lower_than_that_of_a_uniform_choice(search, seed):
 
 def test_a_budget_passes_over_those_who_do_not_fit():
     mean, cov = np.array([0.3, 0.2, 0.1]), np.eye(3) * 1e-6
-    purse = ccmab.Purse(5.0, np.array([4.0, 2.0, 1.0]))
+    budget = {"seconds": np.array([4.0, 2.0, 1.0]), "budget_s": 5.0}
     for search in (ccmab.greedy, greedy_batch):
-        assert search(mean, *parts(cov), 1.0, first=[], allowed=[0, 1, 2], size=3, purse=purse) == [0, 2]
+        assert search(mean, *parts(cov), 1.0, first=[], allowed=[0, 1, 2], size=3, **budget) == [0, 2]
 
 
 @pytest.mark.parametrize("search", [ccmab.greedy, greedy_batch])
