@@ -63,8 +63,10 @@ def write_alone(device: Device, action: FitAblatedMixture, model: Model, role: R
 
 def gate_data(data: DeviceData, what: Learns) -> Samples:
     match what:
-        case "validation" | "training":
-            return fit_mixture.gate_data(data, what)
+        case "validation":
+            return data.validation
+        case "training":
+            return data.training
         case "training+validation":
             return data.labelled
         case "untrained" | "uniform":

@@ -26,20 +26,15 @@ def pooled_choice(losses: Sequence[Sequence[float]]) -> int:
 
     `losses`: (n_devices, n_choices), sums of validation losses, by ascending device id; finite; at least one device.
 
-    Raises:
-        ValueError: there is nothing to choose from.
-
     Example:
         >>> pooled_choice([[3.0, 1.0, 2.0], [1.0, 3.0, 1.0]])
         2
     """
     worse = np.asarray(losses, np.float64)
-    if len(worse) >= FEWEST and worse.ndim == 2 and worse.size:
+    if len(worse) >= FEWEST:
         worse = worse - worse.min(axis=1, keepdims=True)
         worse = worse * np.asarray(factors(worse.max(axis=1).tolist()))[:, None]
     totals = np.sum(worse, axis=0)
-    if totals.ndim != 1 or not len(totals):
-        raise ValueError("no losses to choose by")
     best = 0
     for choice, total in enumerate(totals):
         if total < totals[best] - MARGIN:
@@ -50,18 +45,13 @@ def pooled_choice(losses: Sequence[Sequence[float]]) -> int:
 def pooled_weights(weights: Sequence[tuple[Mapping[K, float], int]]) -> dict[K, float]:
     """Mean of the devices' mixture weights, u = sum m_i omega_i / sum m_i; no m_i counts more than twice the median.
 
-    `weights`: (omega_i, m_i) by ascending device id; omega_i sums to 1, m_i validation samples. A candidate that a
-    device does not have weighs 0 there. If no device has validation samples, all count alike.
-
-    Raises:
-        ValueError: no device.
+    `weights`: (omega_i, m_i) of at least one device, by ascending id; omega_i sums to 1, m_i validation samples. A
+    candidate that a device does not have weighs 0 there. If no device has validation samples, all count alike.
 
     Example:
         >>> pooled_weights([({"private": 0.2, "global": 0.8}, 10), ({"private": 0.6, "global": 0.4}, 30)])
         {'private': 0.5, 'global': 0.5}
     """
-    if not weights:
-        raise ValueError("no weights to pool")
     shares = bounded([float(m) for _, m in weights])
     if not sum(shares):
         shares = [1.0] * len(weights)

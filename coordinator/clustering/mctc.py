@@ -199,8 +199,9 @@ def choose_centres(sim: Vectors, n_clusters: int, *, bar: float) -> tuple[int, .
     while len(centres) < k and eligible.any():
         # the next pair with a possible centre: all pairs before it have none left
         value = least[eligible].min()
-        pairs = (sorted((i, _partner(sim, i, value))) for i in np.flatnonzero(eligible & (least == value)).tolist())
-        for client in min(pairs):  # ties: by position
+        at = np.flatnonzero(eligible & (least == value)).tolist()
+        others = (next(int(j) for j in np.flatnonzero(sim[i] == value) if j != i) for i in at)
+        for client in min(sorted(pair) for pair in zip(at, others, strict=True)):  # ties: by position
             if eligible[client] and len(centres) < k:
                 centres.append(client)
                 eligible &= sim[client] < bar
@@ -216,11 +217,6 @@ def _least(sim: Vectors) -> Vectors:
         block[np.arange(len(block)), start + np.arange(len(block))] = np.inf
         least[start : start + ROWS] = block.min(axis=1)
     return least
-
-
-def _partner(sim: Vectors, client: int, value: float) -> int:
-    """The first other client with that similarity to this one."""
-    return next(int(j) for j in np.flatnonzero(sim[client] == value) if j != client)
 
 
 def soft_clusters(
@@ -271,14 +267,6 @@ def soft_clusters(
 def _joined(close: Vectors, tau: float) -> tuple[int, ...]:
     """The clusters at least this close, otherwise the nearest: the first of equal ones."""
     return tuple(np.flatnonzero(close >= tau).tolist()) or (int(np.argmax(close)),)
-
-
-def _check(z: Vectors, n_clusters: int) -> None:
-    if n_clusters < 1 or not len(z):
-        raise ValueError(f"{n_clusters} clusters of {len(z)} clients: both must be at least 1")
-    broken = np.flatnonzero(~np.isfinite(z).all(axis=1))
-    if len(broken):
-        raise ValueError(f"the embedding of client {broken[0]} is not finite")
 
 
 def means_of(z: Vectors, members: Sequence[Sequence[int]]) -> Vectors:
@@ -348,13 +336,9 @@ def mctc(
         distinct: see `soft_clusters`.
         centres_join: see `soft_clusters`.
 
-    Raises:
-        ValueError: n_clusters is below 1, there is no client, or a row is not finite; the message names the client.
-
     Cost: once the cosines of all pairs and their order, O(N^2 (m + log N)) time and 16 to 24 N^2 bytes; then at most
     5*K times O(N^2 + N K m).
     """
-    _check(z, n_clusters)
     sim = similarity(z)
     first, separability = otsu(sim) if tau is None else (round(tau, DECIMALS), None)
     k = n_clusters

@@ -509,11 +509,6 @@ def accepted(answers: Mapping[str, Answer]) -> dict[str, Trained]:
     return {i: a.result for i, a in answers.items() if isinstance(a.result, Trained) and a.result.n_samples > 0}
 
 
-def sizes(updates: Mapping[str, Trained]) -> list[int]:
-    """n_i of each update, in the order of the updates."""
-    return [update.n_samples for update in updates.values()]
-
-
 def owner(key: str) -> str:
     """The device of an update. Keys are device ids, or ID/NUMBER where a device may send several."""
     return key.partition("/")[0]
@@ -526,25 +521,20 @@ def declined(answer: Answer) -> bool:
 
 def round_done(state: S, n_asked: int, updates: Mapping[str, Trained], **changes: Any) -> S:
     """The state after a round of training, with further changes. `updates`: keys as in `owner`."""
-    r = state.round + 1
-    return msgspec.structs.replace(
-        state,
-        round=r,
-        participations=dict(Counter(state.participations) + Counter(map(owner, updates))),
-        history=(*state.history, summarise(r, n_asked, updates)),
-        **changes,
-    )
-
-
-def summarise(round_number: int, asked: int, updates: Mapping[str, Trained]) -> RoundSummary:
-    """The line of a training round in the history."""
     accuracies = [u.val_accuracy for u in updates.values() if u.val_accuracy is not None]
-    return RoundSummary(
-        round=round_number,
-        asked=asked,
+    line = RoundSummary(
+        round=state.round + 1,
+        asked=n_asked,
         answered=len(updates),
         accuracy=float(np.mean(accuracies)) if accuracies else None,
         loss=mean_loss(updates.values()),
+    )
+    return msgspec.structs.replace(
+        state,
+        round=line.round,
+        participations=dict(Counter(state.participations) + Counter(map(owner, updates))),
+        history=(*state.history, line),
+        **changes,
     )
 
 

@@ -37,7 +37,6 @@ from coordinator.methods import (
     NO_DATA,
     Method,
     MethodSettings,
-    Samples,
     Server,
     accepted,
     grouping,
@@ -56,7 +55,6 @@ from fedge.errors import ConfigError
 from fedge.messages import BlobRef
 from fedge.steps.profile import Profile
 from fedge.steps.train import Start, Train, Trained
-from fedge.task import TaskSpec
 from fedge.tensors import Layout, unflatten
 
 log = logging.getLogger("fedge.method")
@@ -156,7 +154,13 @@ class FedEpc(Method[FedEpcState]):
     def __init__(self, settings: MethodSettings, server: Server = NO_DATA) -> None:
         super().__init__(settings, server)
         options = self.options
-        self._server_samples = server_samples_of(options, *server)
+        if options.extractor == "server":
+            if server.task is None or server.samples is None:
+                raise ConfigError(
+                    "option of the method: extractor=server needs labelled samples on the server: name them with "
+                    "--server-data (an .npz or a folder of images; in a simulation a share of the global test set)"
+                )
+            check_samples(server.task, *server.samples)
         if options.budget is not None and self.selection != "ccmab":
             raise ConfigError("option of the method: budget is of the bandit: leave it out, or take selection=ccmab")
         if settings.protection.masking and options.clustering == "mctc":
@@ -250,10 +254,12 @@ class FedEpc(Method[FedEpcState]):
         """W_ext, made once: the model of the warm-up, or one trained on the server data, with its D_ref (4.1)."""
         if state.extractor is not None:
             return state
-        if self._server_samples is None:
+        if self.options.extractor == "shared":
             return msgspec.structs.replace(state, extractor=state.shared)
-        task, (x, y) = self._server_samples
-        found = await asyncio.to_thread(trained_extractor, task, x, y, seed=self.settings.seed)
+        task, samples = self.server
+        assert task is not None
+        assert samples is not None
+        found = await asyncio.to_thread(trained_extractor, task, *samples, seed=self.settings.seed)
         try:
             unit = aidc.class_unit(found.class_profiles)
         except ValueError as error:
@@ -390,25 +396,6 @@ class FedEpc(Method[FedEpcState]):
             "clusters": {str(k): list(cluster.members) for k, cluster in enumerate(state.clusters)},
             "converged": [k for k, cluster in enumerate(state.clusters) if cluster.converged],
         }
-
-
-def server_samples_of(
-    options: Options, task: TaskSpec | None, server_data: Samples | None
-) -> tuple[TaskSpec, Samples] | None:
-    """The samples that train the extractor; None: it is the warm-up's model.
-
-    Raises:
-        ConfigError: there are none, or they do not fit the task.
-    """
-    if options.extractor == "shared":
-        return None
-    if task is None or server_data is None:
-        raise ConfigError(
-            "option of the method: extractor=server needs labelled samples on the server: name them with --server-data "
-            "(an .npz or a folder of images; in a simulation a share of the global test set)"
-        )
-    check_samples(task, *server_data)
-    return task, server_data
 
 
 def deadline_s(options: Options, *, everybody: bool) -> float | None:

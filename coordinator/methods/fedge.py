@@ -220,11 +220,7 @@ class Fedge(Method[FedgeState]):
         updates = accepted(answers)
         bandits = dict(enumerate(state.bandits)) | grouping.bandits_after(choices, answers)
         state = msgspec.structs.replace(state, bandits=tuple(bandits.values()))
-        if len(updates) >= self.settings.min_reports:
-            if state.experts:
-                state = await train_experts(self, state, updates, fleet)
-            else:
-                state = await train_shared(self, state, updates, fleet, panel if set(panel) <= set(cohort) else ())
+        state = await self._moved(state, updates, fleet, panel if set(panel) <= set(cohort) else ())
         if tries:
             state = await self._split(state, fleet, r)
         return round_done(state, len(cohort), updates, primary=state.primary | looked_up(state, updates, r))
@@ -241,8 +237,7 @@ class Fedge(Method[FedgeState]):
             return await install(self, state, fleet)
         r = state.round + 1
         state = await self._personalised(state, fleet, r)
-        state = await equip(self, state, fleet, for_inference(state, fleet))
-        return msgspec.structs.replace(state, round=r)
+        return msgspec.structs.replace(await self._equipped(state, fleet), round=r)
 
     async def _stepped(self, state: FedgeState, fleet: Fleet, r: int) -> FedgeState:
         """Section 4.2: a step of the server with the next updates, before or after the split."""
@@ -252,13 +247,25 @@ class Fedge(Method[FedgeState]):
 
         buffer = await buffered(self, state, fleet, state.seen, self.options.buffer, order)
         updates = buffer.updates
-        state = msgspec.structs.replace(state, seen=buffer.seen)
-        if len(updates) >= self.settings.min_reports:
-            if state.experts:
-                state = await train_experts(self, state, updates, fleet, buffer.discounts)
-            else:
-                state = await train_shared(self, state, updates, fleet, (), buffer.discounts)
+        state = await self._moved(
+            msgspec.structs.replace(state, seen=buffer.seen), updates, fleet, (), buffer.discounts
+        )
         return round_done(state, buffer.asked, updates, primary=state.primary | looked_up(state, updates, r))
+
+    async def _moved(
+        self,
+        state: FedgeState,
+        updates: Mapping[str, Trained],
+        fleet: Fleet,
+        panel: Collection[str],
+        discounts: Mapping[str, float] = FRESH,
+    ) -> FedgeState:
+        """The state with models moved by the updates, if they are enough."""
+        if len(updates) < self.settings.min_reports:
+            return state
+        if state.experts:
+            return await train_experts(self, state, updates, fleet, discounts)
+        return await train_shared(self, state, updates, fleet, panel, discounts)
 
     def _together(self, r: int) -> bool:
         """Whether a round of an asynchronous run asks all devices and waits, as clusters and trial need."""
@@ -371,7 +378,11 @@ class Fedge(Method[FedgeState]):
         """A mixture for each late joiner; the global model if it does not train."""
         if state.pool is not None:
             state = await self._joined(state, fleet, state.pool, state.round + 1)
-        return await equip(self, state, fleet, for_inference(state, fleet))
+        return await self._equipped(state, fleet)
+
+    async def _equipped(self, state: FedgeState, fleet: Fleet) -> FedgeState:
+        """Section 12: the global model for each device that does not train, since it has no labels to choose by."""
+        return await equip(self, state, fleet, {d.id: state.shared.model for d in fleet.inference_only()})
 
     # --------------------------------------------------------------------------------- steps 4 to 8: the mixtures
 
@@ -735,8 +746,3 @@ async def seen_anew(state: FedgeState, fleet: Fleet, r: int) -> FedgeState:
         return state
     clusters = tuple(tuple(i for i in members if i not in new) for members in state.trial.clusters)
     return msgspec.structs.replace(state, trial=msgspec.structs.replace(state.trial, clusters=clusters))
-
-
-def for_inference(state: FedgeState, fleet: Fleet) -> dict[str, BlobRef]:
-    """Section 12: the global model for each device that does not train, since it has no labels to choose by."""
-    return dict.fromkeys((device.id for device in fleet.inference_only()), state.shared.model)

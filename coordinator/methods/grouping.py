@@ -188,16 +188,13 @@ def tell_choices(fleet: Fleet, choices: Choices) -> None:
     for k, (selection, _) in choices.items():
         told = {"ids": selection.ids, "overdue": selection.overdue, "seconds": selection.seconds}
         told["estimates"] = {i: (round(mean, 4), round(bonus, 4)) for i, (mean, bonus) in selection.estimates.items()}
-        fleet.note("chosen", {"cluster": k, **told, "deadline_s": _or_none(selection.deadline_s)})
+        deadline_s = None if selection.deadline_s == math.inf else selection.deadline_s
+        fleet.note("chosen", {"cluster": k, **told, "deadline_s": deadline_s})
 
 
 def tell_draw(fleet: Fleet, ids: Sequence[str], among: Sequence[str]) -> None:
     """Record the chosen devices of a draw without expected times."""
     fleet.note("chosen", {"ids": ids, "overdue": (), "seconds": dict.fromkeys(among, 0.0), "deadline_s": None})
-
-
-def _or_none(seconds: float | None) -> float | None:
-    return None if seconds is None or math.isinf(seconds) else seconds
 
 
 def chosen(choices: Choices) -> list[str]:

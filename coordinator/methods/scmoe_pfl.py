@@ -32,7 +32,6 @@ from coordinator.methods import (
     results,
     round_done,
     round_rng,
-    sizes,
 )
 from coordinator.methods.averaging import averages
 from coordinator.methods.cohort import SELECTIONS, ChoosingState, train_cohort
@@ -379,7 +378,9 @@ async def aggregate(
     n_clusters = len(state.clusters.members)
     members = [[i for i in updates if k in clusters_of(state, i)] for k in range(n_clusters)]
     changes = await averages(method, fleet, updates, members, state.layout)
-    weights = dict(zip(updates, believed(sizes(updates), method.settings.protection), strict=True))
+    weights = dict(
+        zip(updates, believed([u.n_samples for u in updates.values()], method.settings.protection), strict=True)
+    )
     begun = [mean_start(before, {i: updates[i] for i in own}, weights, fleet) if own else None for own in members]
     old = before.experts if before.clusters is state.clusters else ()
     experts = tuple(

@@ -19,9 +19,8 @@ from edge_agent.private_model import Samples
 from export import Candidate, GateWeights, Mixture
 from fedge.fusion import Array, calibrated, raw_energies
 from fedge.messages import Role
-from fedge.steps.fit_mixture import FitMixture, GateData
+from fedge.steps.fit_mixture import FitMixture
 from fedge.steps.install import Installed
-from fedge.tasks import DeviceData
 from fedge.tensors import Model
 
 NEAR: Final = 0.02  # of the best validation accuracy, section 9
@@ -37,7 +36,7 @@ def run(device: Device, action: FitMixture) -> Installed:
     """
     experts = experts_of(device, action)
     models, roles = candidates(fit_private(device, action, experts), experts)
-    samples = gate_data(device.data, action.gate)
+    samples = device.data.validation if action.gate == "validation" else device.data.training  # section 11.5
     untrained = len(samples[1]) < gate.MIN_SAMPLES
     levelled = untrained and action.energy_offset == "untrained"
     offsets = mean_energies(device, models) if levelled else np.zeros(len(models))
@@ -123,11 +122,6 @@ def fit_gate(
     experts = [k for k, role in enumerate(roles) if role is Role.EXPERT]
     scores = np.where(usable, scores, 0.0)
     return gate.train_gate(x, log_p, scores, seed=device.seed, decay=DECAY, experts=experts, top=top)
-
-
-def gate_data(data: DeviceData, what: GateData) -> Samples:
-    """Section 11.5: the gate's training data, inputs (m, *input_shape) and labels (m,)."""
-    return data.validation if what == "validation" else data.training
 
 
 def write(
