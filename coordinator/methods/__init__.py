@@ -201,6 +201,14 @@ class Method(Generic[S]):
         check_protection(settings.protection, {**unmasked, **self.UNPROTECTED}, self.name, settings.codec)
         if settings.protection.dp and (why := UNACCOUNTED.get(self.selection or "")):
             raise ConfigError(f"selection={self.selection} and dp do not combine: {why}")
+        self.set_up()
+
+    def set_up(self) -> None:
+        """Prepare the method, whose settings and options are there.
+
+        Raises:
+            ConfigError: some of them do not combine, or something is missing.
+        """
 
     def no_relays(self) -> str:
         """Why devices cannot be behind relays; empty: they can."""

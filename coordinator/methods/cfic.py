@@ -24,10 +24,7 @@ from coordinator.clustering import Clustering, aidc
 from coordinator.fleet import Device, Fleet
 from coordinator.fleet.versions import put_after
 from coordinator.methods import (
-    NO_DATA,
     Method,
-    MethodSettings,
-    Server,
     accepted,
     grouping,
     round_done,
@@ -37,7 +34,7 @@ from coordinator.methods.averaging import averages
 from coordinator.methods.cohort import bandit_of
 from coordinator.methods.grouping import Choices, Description
 from coordinator.methods.unresponsive import AskingState, ask, awake
-from coordinator.protection import Guard, without_noise
+from coordinator.protection import without_noise
 from coordinator.selection import ccmab, choose, cohort_size, stratified, uniform
 from fedge.messages import BlobRef
 from fedge.steps.describe_labels import DescribeLabels
@@ -96,9 +93,9 @@ class Cfic(Method[CficState]):
     Options: ClassVar[type[Struct]] = Options
     State = CficState
     SELECTIONS = ("stratified", "ccmab", "uniform", "fastest")
-    UNPROTECTED: ClassVar[Mapping[Guard, str]] = {"dp": without_noise((DescribeLabels, "feature"))}
-    NO_RELAYS: ClassVar[Mapping[str, str]] = {"clustering=mctc": "it clusters by each device's update"}
-    REFUSED: ClassVar[Mapping[str, str]] = {
+    UNPROTECTED = {"dp": without_noise((DescribeLabels, "feature"))}
+    NO_RELAYS = {"clustering=mctc": "it clusters by each device's update"}
+    REFUSED = {
         **dict.fromkeys(
             ("norm", "scale"),
             "it only remade a row of cfic.md section 8: benchmarks/papers/cfic.py has it as a class",
@@ -108,11 +105,11 @@ class Cfic(Method[CficState]):
         "n_clusters": "k-means and agglomerative make as many clusters as AIDC would; fedepc has n_clusters",
     }
 
-    def __init__(self, settings: MethodSettings, server: Server = NO_DATA) -> None:
-        super().__init__(settings, server)
+    def set_up(self) -> None:
+        """Bandits of the clusters, if the selection has a deadline."""
         self._by_label = self.options.clustering == "labels"
-        self._unknown = 0 if self._by_label else settings.rounds // 3  # rounds in which no device has a cluster
-        self._bandit = bandit_of(settings)
+        self._unknown = 0 if self._by_label else self.settings.rounds // 3  # rounds in which no device has a cluster
+        self._bandit = bandit_of(self.settings)
 
     def recluster(self, state: CficState) -> CficState | None:
         """Forget the descriptions, so that all devices describe themselves again."""

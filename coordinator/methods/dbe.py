@@ -7,7 +7,7 @@ model, and their mean, weighted by samples, is fixed as g. Without any answer, t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar
 
 import msgspec
@@ -19,7 +19,7 @@ from coordinator.fleet import Fleet
 from coordinator.methods import results
 from coordinator.methods.cohort import NO_CLUSTERS
 from coordinator.methods.personal_layers import PersonalLayers, PersonalState
-from coordinator.protection import Guard, without_noise
+from coordinator.protection import without_noise
 from fedge.codec import norms_of
 from fedge.errors import ConfigError
 from fedge.messages import BlobRef
@@ -48,10 +48,10 @@ class Dbe(PersonalLayers[DbeState]):
     State: ClassVar[type[DbeState]] = DbeState
     Options: ClassVar[type[Struct]] = Options
     needs_head = True
-    REFUSED: ClassVar[Mapping[str, str]] = NO_CLUSTERS | {
+    REFUSED = NO_CLUSTERS | {
         "feature_momentum": "the mean is that of the present batch, which is momentum 1; kappa says how much it counts"
     }
-    UNPROTECTED: ClassVar[Mapping[Guard, str]] = {"dp": without_noise((MeanFeatures, "mean"), (TrainDbe, "update"))}
+    UNPROTECTED = {"dp": without_noise((MeanFeatures, "mean"), (TrainDbe, "update"))}
 
     def init(self, layout: Layout, model: BlobRef) -> DbeState:
         """The state before round 1.

@@ -6,13 +6,12 @@ scmoe_pfl.md section 14. A device takes twice as many steps in a round as in Fed
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta, Struct
 
 from coordinator.methods.personal_layers import PersonalLayers, PersonalState
-from coordinator.protection import Guard, without_noise
+from coordinator.protection import without_noise
 from fedge.steps.train_ditto import TrainDitto
 
 
@@ -27,7 +26,7 @@ class Ditto(PersonalLayers[PersonalState]):
 
     name = "ditto"
     Options: ClassVar[type[Struct]] = Options
-    UNPROTECTED: ClassVar[Mapping[Guard, str]] = {"dp": without_noise((TrainDitto, "update"))}
+    UNPROTECTED = {"dp": without_noise((TrainDitto, "update"))}
 
     def step(self, state: PersonalState, **common: Any) -> TrainDitto:  # noqa: ARG002 - the same in all rounds
         """Both models learn."""

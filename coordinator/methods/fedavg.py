@@ -7,8 +7,7 @@ the same.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 from coordinator.fleet import Fleet
 from coordinator.methods import Method, round_done
@@ -36,7 +35,7 @@ class FedAvg(Method[FedAvgState]):
 
     name = "fedavg"
     SELECTIONS = SELECTIONS
-    REFUSED: ClassVar[Mapping[str, str]] = NO_CLUSTERS
+    REFUSED = NO_CLUSTERS
     SUMS = "samples"
     State = FedAvgState
 

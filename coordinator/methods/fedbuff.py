@@ -11,7 +11,6 @@ working any more, the step takes what has arrived.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
@@ -46,11 +45,11 @@ class FedBuff(Method[FedBuffState]):
     name = "fedbuff"
     Options: ClassVar[type[Struct]] = FedBuffOptions
     State = FedBuffState
-    REFUSED: ClassVar[Mapping[str, str]] = {
+    REFUSED = {
         "clustering": NO_CLUSTERS["clustering"],
         "selection": "nobody is chosen for a step: devices that are idle are drawn",
     }
-    NO_RELAYS: ClassVar[Mapping[str, str]] = {"": ONE_BY_ONE}
+    NO_RELAYS = {"": ONE_BY_ONE}
 
     async def round(self, state: FedBuffState, fleet: Fleet) -> FedBuffState:
         """Fill the buffer, step."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 import msgspec
@@ -20,10 +20,7 @@ from msgspec import Meta, Struct
 from coordinator.aggregation import correlation
 from coordinator.fleet import Answer, Fleet
 from coordinator.methods import (
-    NO_DATA,
     Method,
-    MethodSettings,
-    Server,
     insist,
     install,
     next_release,
@@ -33,7 +30,7 @@ from coordinator.methods import (
 )
 from coordinator.methods.averaging import lengths
 from coordinator.methods.cohort import NO_CLUSTERS, SELECTIONS, ChoosingState, train_cohort
-from coordinator.protection import Guard, without_noise
+from coordinator.protection import without_noise
 from coordinator.server_data import ServerData, Trunk
 from export.gate import gate_onnx
 from fedge.errors import ConfigError
@@ -120,8 +117,8 @@ class FedCoE(Method[FedCoEState]):
     name = "fedcoe"
     Options: ClassVar[type[Struct]] = Options
     SELECTIONS = SELECTIONS
-    NO_RELAYS: ClassVar[Mapping[str, str]] = {"": "its server asks each device's model"}
-    REFUSED: ClassVar[Mapping[str, str]] = NO_CLUSTERS | {
+    NO_RELAYS = {"": "its server asks each device's model"}
+    REFUSED = NO_CLUSTERS | {
         "clustering": "experts come from classes of the server data, and every device mixes all of them; n_experts "
         "says how many; cfic, fedepc, fedge and scmoe-pfl make clusters of devices",
         **dict.fromkeys(("suitability_temperature", "ranking"), PRESET),
@@ -131,7 +128,7 @@ class FedCoE(Method[FedCoEState]):
         "weight_decay": "--weight-decay sets it for every method",
         **dict.fromkeys(("delta", "pretraining_epochs", "refresh_epochs", "size_weighting", "top"), DEFAULT_STANDS),
     }
-    UNPROTECTED: ClassVar[Mapping[Guard, str]] = {
+    UNPROTECTED = {
         "dp": without_noise((Route, "shares")),
         **dict.fromkeys(
             ("median", "trimmed-mean", "multi-krum", "centred-clipping"),
@@ -147,9 +144,9 @@ class FedCoE(Method[FedCoEState]):
     TRUNK: ClassVar[Trunk] = "auto"
     """Of the gate."""
 
-    def __init__(self, settings: MethodSettings, server: Server = NO_DATA) -> None:
-        super().__init__(settings, server)
-        task, server_data = server
+    def set_up(self) -> None:
+        """Refuse to go without the server's samples."""
+        settings, (task, server_data) = self.settings, self.server
         if task is None or server_data is None:
             raise ConfigError(
                 "fedcoe needs labelled samples on the server: name them with --server-data (an .npz or a folder of "

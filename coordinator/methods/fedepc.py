@@ -34,10 +34,7 @@ from coordinator.clustering.aidc import Place
 from coordinator.extractor import check_samples, trained_extractor
 from coordinator.fleet import Device, Fleet
 from coordinator.methods import (
-    NO_DATA,
     Method,
-    MethodSettings,
-    Server,
     accepted,
     grouping,
     install,
@@ -49,7 +46,7 @@ from coordinator.methods.averaging import average, averages
 from coordinator.methods.grouping import Choices, Description
 from coordinator.methods.server_optimizer import moved
 from coordinator.methods.unresponsive import AskingState, ask, awake
-from coordinator.protection import Guard, without_noise
+from coordinator.protection import without_noise
 from coordinator.selection import ccmab, choose, cohort_size, uniform
 from fedge.errors import ConfigError
 from fedge.messages import BlobRef
@@ -136,11 +133,11 @@ class FedEpc(Method[FedEpcState]):
     name = "fedepc"
     Options: ClassVar[type[Struct]] = Options
     SELECTIONS = ("ccmab", "uniform", "fastest", "stratified")
-    UNPROTECTED: ClassVar[Mapping[Guard, str]] = {"dp": without_noise((Profile, "profile"), (Train, "loss_before"))}
+    UNPROTECTED = {"dp": without_noise((Profile, "profile"), (Train, "loss_before"))}
     SUMS = "equal"
     SERVER_DATA = frozenset({"extractor=server"})
-    NO_RELAYS: ClassVar[Mapping[str, str]] = {"clustering=mctc": "it clusters by each device's update"}
-    REFUSED: ClassVar[Mapping[str, str]] = {
+    NO_RELAYS = {"clustering=mctc": "it clusters by each device's update"}
+    REFUSED = {
         "extractor=proxy": "it is called server now",
         **dict.fromkeys(
             ("eta", "gamma", "proximal_mu", "theta_merge", "theta_split", "unit", "weighted"), "its default stands"
@@ -151,16 +148,16 @@ class FedEpc(Method[FedEpcState]):
         ),
     }
 
-    def __init__(self, settings: MethodSettings, server: Server = NO_DATA) -> None:
-        super().__init__(settings, server)
-        options = self.options
+    def set_up(self) -> None:
+        """Refuse what does not combine."""
+        options, settings, (task, samples) = self.options, self.settings, self.server
         if options.extractor == "server":
-            if server.task is None or server.samples is None:
+            if task is None or samples is None:
                 raise ConfigError(
                     "option of the method: extractor=server needs labelled samples on the server: name them with "
                     "--server-data (an .npz or a folder of images; in a simulation a share of the global test set)"
                 )
-            check_samples(server.task, *server.samples)
+            check_samples(task, *samples)
         if options.budget is not None and self.selection != "ccmab":
             raise ConfigError("option of the method: budget is of the bandit: leave it out, or take selection=ccmab")
         if settings.protection.masking and options.clustering == "mctc":

@@ -27,10 +27,7 @@ from coordinator.clustering import Clustering, Directions, Labels, aidc, find_cl
 from coordinator.fleet import Device, Fleet, Seen
 from coordinator.fleet.versions import put_after
 from coordinator.methods import (
-    NO_DATA,
     Method,
-    MethodSettings,
-    Server,
     accepted,
     equip,
     grouping,
@@ -47,7 +44,7 @@ from coordinator.methods.cohort import bandit_of
 from coordinator.methods.grouping import ONE_GROUP, Choices, Description
 from coordinator.methods.server_optimizer import ServerModel, stepped
 from coordinator.methods.unresponsive import AskingState, ask, awake
-from coordinator.protection import Guard, without_noise
+from coordinator.protection import without_noise
 from coordinator.selection import ccmab, choose, cohort_size, uniform
 from fedge.calibration import BETAS, grid
 from fedge.errors import ConfigError
@@ -164,7 +161,7 @@ class Fedge(Method[FedgeState]):
     name = "fedge"
     Options: ClassVar[type[Struct]] = Options
     SELECTIONS = ("ccmab", "uniform", "fastest", "stratified")
-    UNPROTECTED: ClassVar[Mapping[Guard, str]] = {
+    UNPROTECTED = {
         "dp": without_noise(
             (Profile, "profile"),
             (Trial, "delta"),
@@ -173,14 +170,14 @@ class Fedge(Method[FedgeState]):
             (FitEnergy, "pooled_losses"),
         )
     }
-    REFUSED: ClassVar[Mapping[str, str]] = dict.fromkeys(
+    REFUSED = dict.fromkeys(
         (
             *("candidates", "energy", "final_fit", "gate", "guard", "local", "prior", "private_start", "private_steps"),
             *("shrinkage", "split=statistic", "temperature", "weights"),
         ),
         ABLATION,
     )
-    NO_RELAYS: ClassVar[Mapping[str, str]] = {"buffer": ONE_BY_ONE}
+    NO_RELAYS = {"buffer": ONE_BY_ONE}
     SERVES_LATE_JOINERS = True
     SHRINKAGE: ClassVar[float] = 20.0
     """a of the devices' own weights, in samples (section 8)."""
@@ -189,15 +186,15 @@ class Fedge(Method[FedgeState]):
     LOCAL: ClassVar[bool] = True
     """Whether there is a local model to try."""
 
-    def __init__(self, settings: MethodSettings, server: Server = NO_DATA) -> None:
-        super().__init__(settings, server)
-        if settings.fine_tune and self.options.mode == "mixture":
+    def set_up(self) -> None:
+        """Refuse what does not combine."""
+        if self.settings.fine_tune and self.options.mode == "mixture":
             raise ConfigError("fedge ends in mixtures with a fine-tuned private model: leave out +ft")
-        if self.options.buffer and settings.options.get("selection", "uniform") != "uniform":
+        if self.options.buffer and self.settings.options.get("selection", "uniform") != "uniform":
             raise ConfigError(
                 "with buffer nobody is chosen for a round: devices that are idle are drawn; leave out selection"
             )
-        self._bandit = bandit_of(settings)
+        self._bandit = bandit_of(self.settings)
 
     def init(self, layout: Layout, model: BlobRef) -> FedgeState:
         """The state before round 1."""

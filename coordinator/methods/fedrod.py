@@ -6,11 +6,10 @@ pm_moe.md section 4. Global prediction: Hd_g(f); personal prediction: Hd_g(f) + 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from coordinator.methods.personal_layers import PersonalLayers, PersonalState
-from coordinator.protection import Guard, without_noise
+from coordinator.protection import without_noise
 from fedge.steps.train_rod import TrainRod
 
 
@@ -19,7 +18,7 @@ class FedRod(PersonalLayers[PersonalState]):
 
     name = "fedrod"
     needs_head = True
-    UNPROTECTED: ClassVar[Mapping[Guard, str]] = {"dp": without_noise((TrainRod, "update"))}
+    UNPROTECTED = {"dp": without_noise((TrainRod, "update"))}
 
     def step(self, state: PersonalState, **common: Any) -> TrainRod:  # noqa: ARG002 - the same in all rounds
         """Both heads learn."""

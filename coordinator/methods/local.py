@@ -7,13 +7,11 @@ have had in the federation: rounds x steps x participation.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
 
 import msgspec
 
 from coordinator.fleet import Fleet
 from coordinator.methods import Method, ModelState, insist, results, steps_alone
-from coordinator.protection import Guard
 from fedge.messages import BlobRef
 from fedge.sgd import Sgd
 from fedge.steps.install import FineTune, Install, Installed
@@ -23,11 +21,11 @@ class Local(Method[ModelState]):
     """One round: each device trains the common initial model, and installs what it has learned."""
 
     name = "local"
-    REFUSED: ClassVar[Mapping[str, str]] = {
+    REFUSED = {
         "clustering": "every device learns alone",
         "selection": "every device learns alone, once, and none is left out",
     }
-    UNPROTECTED: ClassVar[Mapping[Guard, str]] = dict.fromkeys(
+    UNPROTECTED = dict.fromkeys(
         ("median", "trimmed-mean", "multi-krum", "centred-clipping"), "every device learns alone: nothing is averaged"
     )
     NO_FINE_TUNING = "local models have nothing to be fine-tuned from"

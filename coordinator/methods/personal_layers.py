@@ -6,7 +6,6 @@ installs the shared layers with its own; one that never trained uses the initial
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
@@ -39,7 +38,7 @@ class PersonalLayers(Method[P], Generic[P]):
     """
 
     SELECTIONS = SELECTIONS
-    REFUSED: ClassVar[Mapping[str, str]] = NO_CLUSTERS
+    REFUSED = NO_CLUSTERS
     State: ClassVar[type[Any]] = PersonalState
     personal: ClassVar[Selector] = ()
     needs_head: ClassVar[bool] = False

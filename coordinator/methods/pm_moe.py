@@ -8,7 +8,6 @@ steps. With this method every device's private module goes to every other device
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -16,10 +15,7 @@ from msgspec import Meta, Struct
 
 from coordinator.fleet import Fleet
 from coordinator.methods import (
-    NO_DATA,
     Method,
-    MethodSettings,
-    Server,
     State,
     insist,
     install,
@@ -29,7 +25,7 @@ from coordinator.methods import (
 )
 from coordinator.methods.cohort import NO_CLUSTERS, SELECTIONS
 from coordinator.methods.personal_layers import PersonalLayers, PersonalState
-from coordinator.protection import Guard, without_noise
+from coordinator.protection import without_noise
 from fedge.bundle import MAX_POOL
 from fedge.errors import ConfigError
 from fedge.messages import BlobRef
@@ -65,10 +61,10 @@ class PmMoe(Method[PersonalState]):
     name = "pm-moe"
     Options: ClassVar[type[Struct]] = Options
     SELECTIONS = SELECTIONS
-    UNPROTECTED: ClassVar[Mapping[Guard, str]] = {"dp": without_noise((SharePrivate, "module"))}
+    UNPROTECTED = {"dp": without_noise((SharePrivate, "module"))}
     REVEALS = frozenset({Reveals.PRIVATE})
-    NO_RELAYS: ClassVar[Mapping[str, str]] = {"": "devices hand their private modules to each other"}
-    REFUSED: ClassVar[Mapping[str, str]] = {
+    NO_RELAYS = {"": "devices hand their private modules to each other"}
+    REFUSED = {
         **NO_CLUSTERS,
         **dict.fromkeys(("feature_momentum", "head_steps", "kappa"), "the base has its default"),
         **dict.fromkeys(
@@ -80,12 +76,16 @@ class PmMoe(Method[PersonalState]):
     PRESET: ClassVar[Literal["anchored", "paper"]] = "anchored"
     """Of the gate (section 5)."""
 
-    def __init__(self, settings: MethodSettings, server: Server = NO_DATA) -> None:
-        super().__init__(settings, server)
+    def set_up(self) -> None:
+        """Make the base."""
         if self.options.top == 1 and self.PRESET == "anchored":
             raise ConfigError("top = 1 leaves the anchored gate without a gradient: take 2 or more")
         assert self.selection is not None
-        base = make(self.options.base, msgspec.structs.replace(settings, options={"selection": self.selection}), server)
+        base = make(
+            self.options.base,
+            msgspec.structs.replace(self.settings, options={"selection": self.selection}),
+            self.server,
+        )
         assert isinstance(base, PersonalLayers)
         base.pooled = True
         self._base: PersonalLayers[Any] = base

@@ -24,10 +24,7 @@ from coordinator.clustering import Directions, Features, Labels, find_clusters, 
 from coordinator.fleet import Fleet
 from coordinator.fleet.versions import put_after
 from coordinator.methods import (
-    NO_DATA,
     Method,
-    MethodSettings,
-    Server,
     insist,
     results,
     round_done,
@@ -36,7 +33,7 @@ from coordinator.methods import (
 from coordinator.methods.averaging import averages
 from coordinator.methods.cohort import SELECTIONS, ChoosingState, train_cohort
 from coordinator.methods.grouping import offered
-from coordinator.protection import Guard, without_noise
+from coordinator.protection import without_noise
 from fedge.messages import BlobRef
 from fedge.steps.describe_labels import DescribeLabels, LabelsDescribed
 from fedge.steps.fit_mixture import FitMixture, GateData, Offset
@@ -146,12 +143,12 @@ class ScmoePfl(Method[ScmoeState]):
     name = "scmoe-pfl"
     Options: ClassVar[type[Struct]] = Options
     SELECTIONS = SELECTIONS
-    UNPROTECTED: ClassVar[Mapping[Guard, str]] = {
+    UNPROTECTED = {
         "dp": without_noise((Train, "cluster")),
         "masking": "its clusters overlap: sums over such clusters differ by few devices, whose updates they show",
     }
-    NO_RELAYS: ClassVar[Mapping[str, str]] = {"": "it goes by the model that each device has trained"}
-    REFUSED: ClassVar[Mapping[str, str]] = {
+    NO_RELAYS = {"": "it goes by the model that each device has trained"}
+    REFUSED = {
         "clustering=aidc": "profiles are taken with a model that all have trained, and from the second round on there "
         "is none; fedge:clustering=aidc:split=always gives every group of profiles an expert and each device a mixture",
         "selection=stratified": "clusters overlap, so a device would be drawn for several; "
@@ -162,8 +159,8 @@ class ScmoePfl(Method[ScmoeState]):
     }
     NO_FINE_TUNING = "scmoe-pfl ends in mixtures with a fine-tuned private model"
 
-    def __init__(self, settings: MethodSettings, server: Server = NO_DATA) -> None:
-        super().__init__(settings, server)
+    def set_up(self) -> None:
+        """The parameters of all rounds."""
         self._p = self.parameters()
 
     def parameters(self) -> Parameters:
