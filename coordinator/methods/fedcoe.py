@@ -33,7 +33,7 @@ from coordinator.methods.cohort import NO_CLUSTERS, SELECTIONS, ChoosingState, t
 from coordinator.protection import without_noise
 from coordinator.server_data import ServerData, Trunk
 from export.gate import gate_onnx
-from fedge.errors import ConfigError
+from fedge.errors import ConfigError, ProtocolError
 from fedge.messages import BlobRef, Share, Why
 from fedge.models.training import torch_device
 from fedge.step import Declined
@@ -228,7 +228,7 @@ class FedCoE(Method[FedCoEState]):
 
     async def _aggregated(self, state: FedCoEState, fleet: Fleet, updates: dict[str, Trained]) -> FedCoEState:
         """Scores, correlation, experts (Eq. 9), gate, clients (Eq. 11)."""
-        valid = {i: u for i, u in updates.items() if np.isfinite(self._trained(state, fleet, i, u).params).all()}
+        valid = {i: u for i, u in updates.items() if self._is_finite(state, fleet, i, u)}
         refused = tuple(i for i in updates if i not in valid)
         if not valid:
             log.warning("event=no_valid_client round=%s refused=%s", state.round + 1, refused)
@@ -280,6 +280,12 @@ class FedCoE(Method[FedCoEState]):
         start, change = fleet.get(self.serves(state, device_id), state.layout), fleet.get(update.update, state.layout)
         params = start.params + np.float32(of_params) * change.params
         return Model(params, np.float32(of_buffers) * change.buffers, change.counters)
+
+    def _is_finite(self, state: FedCoEState, fleet: Fleet, device_id: str, update: Trained) -> bool:
+        try:
+            return bool(np.isfinite(self._trained(state, fleet, device_id, update).params).all())
+        except ProtocolError:
+            return False
 
     def _experts(self, state: FedCoEState, fleet: Fleet) -> list[Model]:
         return [fleet.get(expert, state.layout) for expert in state.experts]
