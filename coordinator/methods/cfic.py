@@ -118,14 +118,14 @@ class Cfic(Method[CficState]):
     async def round(self, state: CficState, fleet: Fleet) -> CficState:
         """One round of Algorithm 1."""
         r = state.round + 1
-        state = await self._describe(state, fleet, "describe", awake(state, fleet, r))
-        devices = awake(state, fleet, r)
+        state = await self._describe(state, fleet, "describe", awake(state, fleet))
+        devices = awake(state, fleet)
         choices = self._choose(state, devices, r)
         grouping.tell_choices(fleet, choices)
         cohort = grouping.chosen(choices) or self._draw(state, devices, r)
         start, sgd, codec = Start(model=state.model), self.settings.sgd, self.settings.codec
         order = Train(starts=(start,), sgd=sgd, codec=codec, measure=bool(choices))
-        state, answers = await ask(state, fleet, r, "train", dict.fromkeys(cohort, order))
+        state, answers = await ask(state, fleet, "train", dict.fromkeys(cohort, order))
         bandits = {str(k - 1): bandit for k, bandit in grouping.bandits_after(choices, answers).items()}
         state = msgspec.structs.replace(state, bandits=state.bandits | bandits)
         updates = accepted(answers)
@@ -152,7 +152,7 @@ class Cfic(Method[CficState]):
             codec=self.settings.codec,
             labels=DescribeLabels(epsilon=self.options.epsilon),
         )
-        state, answers = await ask(state, fleet, state.round + 1, step, dict.fromkeys(asked, order))
+        state, answers = await ask(state, fleet, step, dict.fromkeys(asked, order))
         new = grouping.descriptions(answers, asked, fleet, state.layout)
         told = grouping.of_one_length(state.described, new)
         if self._by_label:

@@ -199,16 +199,16 @@ class FedEpc(Method[FedEpcState]):
 
     async def _described(self, state: FedEpcState, fleet: Fleet, r: int) -> FedEpcState:
         """4.6: forget devices that have left; describe and place those that came or changed."""
-        return await self._describe(self._without_gone(self._seen(state, fleet, r), r), fleet, r)
+        return await self._describe(self._without_gone(self._seen(state, fleet, r), r), fleet)
 
     # ------------------------------------------------------------------------------------------ section 6: warm-up
 
     async def _shared_round(self, state: FedEpcState, fleet: Fleet, r: int) -> FedEpcState:
         """All devices as one cluster, uniformly random selection, n_i-weighted mean."""
-        present = awake(state, fleet, r)
+        present = awake(state, fleet)
         size = cohort_size(len(present), self.settings.participation)
         cohort = uniform(list(present), size, round_rng(self.settings, r))
-        state, answers = await ask(state, fleet, r, "train", dict.fromkeys(cohort, self._order(state.shared)))
+        state, answers = await ask(state, fleet, "train", dict.fromkeys(cohort, self._order(state.shared)))
         updates = accepted(answers)
         shared = state.shared
         if len(updates) >= self.settings.min_reports:
@@ -232,11 +232,11 @@ class FedEpc(Method[FedEpcState]):
             n_moved=state.n_moved + len(gone & state.described.keys()),
         )
 
-    async def _describe(self, state: FedEpcState, fleet: Fleet, r: int) -> FedEpcState:
+    async def _describe(self, state: FedEpcState, fleet: Fleet) -> FedEpcState:
         """Devices without a description, or with more or fewer samples since, describe their data (SPRE)."""
         state = await self._with_extractor(state, fleet)
         assert state.extractor is not None
-        due = {i: d for i, d in awake(state, fleet, r).items() if grouping.is_due(state.described.get(i), d)}
+        due = {i: d for i, d in awake(state, fleet).items() if grouping.is_due(state.described.get(i), d)}
         action = grouping.describing(
             self.options.clustering,
             state.extractor,
@@ -244,7 +244,7 @@ class FedEpc(Method[FedEpcState]):
             codec=self.settings.codec,
             noise=self.options.sigma_dp,
         )
-        state, answers = await ask(state, fleet, r, "describe", dict.fromkeys(due, action))
+        state, answers = await ask(state, fleet, "describe", dict.fromkeys(due, action))
         return self._arrange(state, grouping.descriptions(answers, due, fleet, state.layout), fleet)
 
     async def _with_extractor(self, state: FedEpcState, fleet: Fleet) -> FedEpcState:
@@ -339,11 +339,11 @@ class FedEpc(Method[FedEpcState]):
 
     async def _cluster_round(self, state: FedEpcState, fleet: Fleet, r: int) -> FedEpcState:
         """Every cluster that has not converged selects, trains and takes its mean; no weights cross its border."""
-        present = awake(state, fleet, r)
+        present = awake(state, fleet)
         chosen = self._select(state, present, r)
         grouping.tell_choices(fleet, chosen)
         orders = {i: self._order(state.clusters[k].model, k) for k, (s, _) in chosen.items() for i in s.ids}
-        state, answers = await ask(state, fleet, r, "train", orders)
+        state, answers = await ask(state, fleet, "train", orders)
         updates = accepted(answers)
         members = [[i for i in selection.ids if i in updates] for selection, _ in chosen.values()]
         means = await averages(self, fleet, updates, members, state.layout, alike=True)  # (15)

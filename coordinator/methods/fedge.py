@@ -206,14 +206,14 @@ class Fedge(Method[FedgeState]):
         if self.options.buffer and not self._together(r):
             return await self._stepped(state, fleet, r)
         if r > WARM_UP and not self.options.buffer:
-            state = await profile(state, fleet, r)
-        present = awake(state, fleet, r)
+            state = await profile(state, fleet)
+        present = awake(state, fleet)
         tries, panel = self._tries(state, r), self._panel(present)
         choices = {} if tries else self._select(state, present, r)
         grouping.tell_choices(fleet, choices)
         cohort = panel if tries or self.options.buffer or r <= WARM_UP else self._cohort(state, choices, present, r)
         orders = {i: self._order(state, i, r, measure=bool(choices)) for i in cohort}
-        state, answers = await ask(state, fleet, r, "train", orders)
+        state, answers = await ask(state, fleet, "train", orders)
         updates = accepted(answers)
         bandits = dict(enumerate(state.bandits)) | grouping.bandits_after(choices, answers)
         state = msgspec.structs.replace(state, bandits=tuple(bandits.values()))
@@ -340,12 +340,12 @@ class Fedge(Method[FedgeState]):
         tau, separability = found.tau or 0.0, found.separability or 0.0
         clusters = tuple(tuple(ids[i] for i in members) for members in found.clusters)
         if self.options.clustering == "aidc":
-            state, clusters = await by_group(state, fleet, ids, r)
+            state, clusters = await by_group(state, fleet, ids)
         elif self.options.clustering == "labels":
-            state, clusters = await by_label(state, fleet, ids, r)
+            state, clusters = await by_label(state, fleet, ids)
         deltas: dict[str, float] = {}
         if len(clusters) > 1:
-            state, deltas = await try_clusters(self, state, fleet, clusters, r)
+            state, deltas = await try_clusters(self, state, fleet, clusters)
         statistic = trial_statistic(list(deltas.values()))
         splits = len(clusters) > 1 and self.splits(statistic, separability, len(ids))
         trial = TrialOutcome(
@@ -374,7 +374,7 @@ class Fedge(Method[FedgeState]):
     async def serve_late_joiners(self, state: FedgeState, fleet: Fleet) -> FedgeState:
         """A mixture for each late joiner; the global model if it does not train."""
         if state.pool is not None:
-            state = await self._joined(state, fleet, state.pool, state.round + 1)
+            state = await self._joined(state, fleet, state.pool)
         return await self._equipped(state, fleet)
 
     async def _equipped(self, state: FedgeState, fleet: Fleet) -> FedgeState:
@@ -388,11 +388,11 @@ class Fedge(Method[FedgeState]):
 
         Unresponsive devices that took part are asked once more: without a mixture, all of their work is lost.
         """
-        asked = awake(state, fleet, r).keys() | state.participations.keys()
+        asked = awake(state, fleet).keys() | state.participations.keys()
         devices = {device.id: device for device in fleet.devices() if device.id in asked}
         pilots = self._pilots(list(devices), r)
         fits = {i: self.fit(state, device, local=i in pilots) for i, device in devices.items()}
-        state, answers = await ask(state, fleet, r, "candidates", fits, insisting=True)
+        state, answers = await ask(state, fleet, "candidates", fits, insisting=True)
         fitted = results(answers, CandidatesFitted)
         if not fitted:
             return state
@@ -410,7 +410,7 @@ class Fedge(Method[FedgeState]):
         pooled = tuple({role: 1 / len(present) for role in present} for present in variants)
         for turn in self.WEIGHT_TURNS if weighing else ():
             order = FitWeights(calibration=calibration, pooled=pooled, shrinkage=A0)
-            state, answers = await ask(state, fleet, r, turn, {i: order for i in fitted if i not in state.unresponsive})
+            state, answers = await ask(state, fleet, turn, {i: order for i in fitted if i not in state.unresponsive})
             weighed = results(answers, WeightsFitted)
             pooled = tuple(
                 pooled_weights([(w.weights[v], w.n_validation) for w in voters]) if voters else pooled[v]
@@ -422,7 +422,7 @@ class Fedge(Method[FedgeState]):
         if weighing:
             energy = FitEnergy(calibration=calibration, pooled=pooled, shrinkage=self.SHRINKAGE)
             present = {i: energy for i in fitted if i not in state.unresponsive}
-            state, answers = await ask(state, fleet, r, "energy", present)
+            state, answers = await ask(state, fleet, "energy", present)
             measured = results(answers, EnergyFitted)
         piloted = [m for i, m in measured.items() if i in pilots]
         local = self.takes_local(mixed, piloted)
@@ -430,24 +430,24 @@ class Fedge(Method[FedgeState]):
 
         pool = Pool(calibration=calibration, weights=pooled[local], beta=beta, local=local, n_validation=n_validation)
         if pool.local and (late := [i for i in fitted if i not in pilots]):
-            state, _ = await ask(state, fleet, r, "local", {i: self.fit(state, devices[i], local=True) for i in late})
+            state, _ = await ask(state, fleet, "local", {i: self.fit(state, devices[i], local=True) for i in late})
         finish = {i: self.mixture(pool, fit) for i, fit in fitted.items()}
-        state, answers = await ask(state, fleet, r, "gate", finish, insisting=True)
+        state, answers = await ask(state, fleet, "gate", finish, insisting=True)
         return msgspec.structs.replace(state, pool=pool, installed=results(answers, Installed))
 
-    async def _joined(self, state: FedgeState, fleet: Fleet, pool: Pool, r: int) -> FedgeState:
+    async def _joined(self, state: FedgeState, fleet: Fleet, pool: Pool) -> FedgeState:
         """Section 12: a late joiner fits its candidates with the pooled settings, without any round.
 
         So does a device whose data drifted, after it was profiled and placed again; its new bundle has a higher
         release, and so replaces the old one.
         """
-        state = await seen_anew(state, fleet, r)
+        state = await seen_anew(state, fleet)
         new = [device for device in fleet.devices() if device.id not in state.installed or device.drift]
         local = pool.local or (self.LOCAL and not self.options.local_pilot)
         fits = {device.id: self.fit(state, device, local=local) for device in new}
-        state, answers = await ask(state, fleet, r, "candidates", fits, insisting=True)
+        state, answers = await ask(state, fleet, "candidates", fits, insisting=True)
         finish = {i: self.mixture(pool, fit) for i, fit in results(answers, CandidatesFitted).items()}
-        state, answers = await ask(state, fleet, r, "gate", finish, insisting=True)
+        state, answers = await ask(state, fleet, "gate", finish, insisting=True)
         installed = state.installed | results(answers, Installed)
         return msgspec.structs.replace(state, installed=dict(sorted(installed.items())))
 
@@ -542,11 +542,11 @@ class Fedge(Method[FedgeState]):
 # --------------------------------------------------------------------------------- step 1: profiles and groups
 
 
-async def profile(state: FedgeState, fleet: Fleet, r: int) -> FedgeState:
+async def profile(state: FedgeState, fleet: Fleet) -> FedgeState:
     """Profile (SPRE) devices that have no profile, or more or fewer samples since; then make AIDC groups."""
     extractor = state.extractor or state.shared.model
-    due = {i: device for i, device in awake(state, fleet, r).items() if is_outdated(state.profiles.get(i), device)}
-    state, answers = await ask(state, fleet, r, "profile", dict.fromkeys(due, Profile(extractor=extractor)))
+    due = {i: device for i, device in awake(state, fleet).items() if is_outdated(state.profiles.get(i), device)}
+    state, answers = await ask(state, fleet, "profile", dict.fromkeys(due, Profile(extractor=extractor)))
     new = grouping.descriptions(answers, due, fleet, state.layout)
     state = msgspec.structs.replace(state, extractor=extractor)
     return group(state, new) if new else state
@@ -643,17 +643,17 @@ async def train_shared(
 Members = tuple[tuple[str, ...], ...]
 
 
-async def by_group(state: FedgeState, fleet: Fleet, ids: Collection[str], r: int) -> tuple[FedgeState, Members]:
+async def by_group(state: FedgeState, fleet: Fleet, ids: Collection[str]) -> tuple[FedgeState, Members]:
     """The AIDC groups as clusters of the devices `ids`; without groups, devices are profiled first."""
-    state = state if state.groups else await profile(state, fleet, r)
+    state = state if state.groups else await profile(state, fleet)
     clusters = (tuple(i for i in group if i in ids) for group in state.groups)
     return state, tuple(cluster for cluster in clusters if cluster)
 
 
-async def by_label(state: FedgeState, fleet: Fleet, ids: Sequence[str], r: int) -> tuple[FedgeState, Members]:
+async def by_label(state: FedgeState, fleet: Fleet, ids: Sequence[str]) -> tuple[FedgeState, Members]:
     """Clusters of devices with equal label feature (CFIC section 3)."""
-    asked = dict.fromkeys((i for i in awake(state, fleet, r) if i in ids), DescribeLabels())
-    state, answers = await ask(state, fleet, r, "labels", asked)
+    asked = dict.fromkeys((i for i in awake(state, fleet) if i in ids), DescribeLabels())
+    state, answers = await ask(state, fleet, "labels", asked)
     psi = {i: told.feature for i, told in results(answers, LabelsDescribed).items()}
     rng = np.random.default_rng(0)  # nothing is drawn
     found = find_clusters("labels", Labels(tuple(psi.get(i, -1) for i in ids)), rng=rng).clusters
@@ -661,7 +661,7 @@ async def by_label(state: FedgeState, fleet: Fleet, ids: Sequence[str], r: int) 
 
 
 async def try_clusters(
-    method: Fedge, state: FedgeState, fleet: Fleet, clusters: tuple[tuple[str, ...], ...], r: int
+    method: Fedge, state: FedgeState, fleet: Fleet, clusters: tuple[tuple[str, ...], ...]
 ) -> tuple[FedgeState, dict[str, float]]:
     """Section 5, steps 3 and 4: make G and each E_k from the last changes; each device compares G with its E_k."""
     w = fleet.get(state.shared.model, state.layout)
@@ -669,10 +669,8 @@ async def try_clusters(
     old = state.shared.model
     models = [put_after(fleet, old, mean.added_to(w), state.layout) if mean is not None else old for mean in means]
     first = {i: k for k, cluster in reversed(list(enumerate(clusters))) for i in cluster}
-    trials = {
-        i: Trial(global_model=models[0], expert=models[1 + first[i]]) for i in awake(state, fleet, r) if i in first
-    }
-    state, answers = await ask(state, fleet, r, "trial", trials)
+    trials = {i: Trial(global_model=models[0], expert=models[1 + first[i]]) for i in awake(state, fleet) if i in first}
+    state, answers = await ask(state, fleet, "trial", trials)
     return state, {i: tried.delta for i, tried in results(answers, Tried).items() if tried.delta is not None}
 
 
@@ -730,11 +728,11 @@ def looked_up(state: FedgeState, updates: Mapping[str, Trained], r: int) -> dict
 # ------------------------------------------------------------------------------------------ devices that come late
 
 
-async def seen_anew(state: FedgeState, fleet: Fleet, r: int) -> FedgeState:
+async def seen_anew(state: FedgeState, fleet: Fleet) -> FedgeState:
     """Profile drifting devices: they are placed in a group again, and may choose among all experts."""
     drifting = {device.id: device for device in fleet.devices() if device.drift and device.id in state.installed}
     extractor = state.extractor or state.shared.model
-    state, answers = await ask(state, fleet, r, "profile", dict.fromkeys(drifting, Profile(extractor=extractor)))
+    state, answers = await ask(state, fleet, "profile", dict.fromkeys(drifting, Profile(extractor=extractor)))
     new = grouping.descriptions(answers, drifting, fleet, state.layout)
     if not new:
         return state

@@ -36,33 +36,29 @@ class AskingState(State, frozen=True, kw_only=True):
 H = TypeVar("H", bound=AskingState)
 
 
-def awake(state: AskingState, fleet: Fleet, r: int) -> dict[str, Device]:
-    """The devices to ask, by id, without those that rest.
+def awake(state: AskingState, fleet: Fleet) -> dict[str, Device]:
+    """The devices to ask in the next round, by id, without those that rest.
 
     After one unanswered order a device rests for a round, after two for three, after three for seven. A device with a
     new incarnation rests less: not at all the first time, then for one round, then for two, and so on. If all rest, all
     are asked: they can delay no other device.
     """
     devices = {device.id: device for device in fleet.devices()}
-    return {i: device for i, device in devices.items() if not _rests(state.unresponsive.get(i), device, r)} or devices
-
-
-def _rests(missed: Misses | None, device: Device, r: int) -> bool:
-    if missed is None:
-        return False
-    rest = missed.misses if device.incarnation != missed.incarnation else 2**missed.misses
-    return r - missed.round < min(rest, LONGEST_REST)
+    missed = {i: misses for i, misses in state.unresponsive.items() if i in devices}
+    rests = {i: m.misses if devices[i].incarnation != m.incarnation else 2**m.misses for i, m in missed.items()}
+    resting = {i for i, rest in rests.items() if state.round + 1 - missed[i].round < min(rest, LONGEST_REST)}
+    return {i: device for i, device in devices.items() if i not in resting} or devices
 
 
 async def ask(
-    state: H, fleet: Fleet, r: int, label: str, actions: Mapping[str, Action], *, insisting: bool = False
+    state: H, fleet: Fleet, label: str, actions: Mapping[str, Action], *, insisting: bool = False
 ) -> tuple[H, dict[str, Answer]]:
-    """Run actions, and note which devices answered. `insisting`: as in `insist`."""
+    """Run actions in the next round, and note which devices answered. `insisting`: as in `insist`."""
     answers = await (insist(fleet, label, actions) if insisting else fleet.run(label, actions))
     incarnations = {device.id: device.incarnation for device in fleet.devices()}
     unresponsive = {i: s for i, s in state.unresponsive.items() if i not in answers}
     for i, answer in answers.items():
         if answer.result is None:
             before = state.unresponsive[i].misses if i in state.unresponsive else 0
-            unresponsive[i] = Misses(misses=before + 1, round=r, incarnation=incarnations[i])
+            unresponsive[i] = Misses(misses=before + 1, round=state.round + 1, incarnation=incarnations[i])
     return msgspec.structs.replace(state, unresponsive=unresponsive), answers

@@ -300,7 +300,7 @@ async def test_a_stranger_of_a_new_kind_founds_a_cluster_from_the_nearest_model(
     fleet.absent = frozenset(i for i, g in groups.items() if g == kind)
     before = await rounds(of, await warm(fleet, layout, first), fleet, 1)
     fleet.absent = fleet.absent - {"d03"}
-    after = await of._describe(before, fleet, 8)
+    after = await of._describe(before, fleet)
     assert after.clusters[:-1] == before.clusters
     assert after.clusters[-1].members == ("d03",)
     assert after.clusters[-1].model in {cluster.model for cluster in before.clusters}
@@ -330,11 +330,11 @@ async def test_a_device_whose_data_changed_moves_to_the_cluster_of_its_new_kind(
     mover = "d00"
     model = next(i for i in groups if groups[i] != groups[mover] and sizes[i] != sizes[mover])
     fleet.give(mover, fleet.data(model))
-    after = await of._describe(state, fleet, 8)
+    after = await of._describe(state, fleet)
     assert partition_of(after) == truth(groups | {mover: groups[model]})
     assert after.n_moved == 1
     fleet.asked = []
-    await of._describe(after, fleet, 9)
+    await of._describe(after, fleet)
     assert fleet.asked == []  # nothing changed, so nobody is asked again
 
 
@@ -344,7 +344,7 @@ async def test_many_late_joiners_make_all_clusters_anew_and_models_are_inherited
     fleet.absent = frozenset(i for i in groups if int(i[1:]) >= 12)  # a quarter of all
     before = await rounds(of, await warm(fleet, layout, first), fleet, 1)
     fleet.absent = frozenset()
-    after = await of._describe(before, fleet, 8)
+    after = await of._describe(before, fleet)
     assert partition_of(after) == truth(groups)
     assert after.n_moved == 0
     for cluster in after.clusters:
@@ -393,7 +393,7 @@ async def test_other_clusterings(tmp_path) -> None:
         fleet.absent = frozenset(["d09"])
         state = await rounds(of, await warm(fleet, layout, first), fleet, 1)
         fleet.absent = frozenset()
-        after = await of._describe(state, fleet, 8)
+        after = await of._describe(state, fleet)
         assert {c.members for c in without(after.clusters, {"d09"})} == partition_of(state), options
         if options["clustering"] == "labels":
             majority = {i: int(np.bincount(w.data.shared[1]).argmax()) for i, w in fleet.workers.items()}
