@@ -138,8 +138,11 @@ class Cfic(Method[CficState]):
 
     async def _describe(self, state: CficState, fleet: Fleet, step: str, devices: Mapping[str, Device]) -> CficState:
         """Section 4: devices whose label feature is unknown or outdated report it, as do restarted ones."""
-        known = {i: d for i, d in state.described.items() if i in devices and d.incarnation == devices[i].incarnation}
-        asked = {i: device for i, device in devices.items() if grouping.is_due(known.get(i), device)}
+        known = {i: d for i, d in state.described.items() if d.label >= 0}  # those of an earlier version have none
+        now = {(i, d.incarnation): d for i, d in known.items()}
+        asked = {
+            i: device for i, device in devices.items() if grouping.is_due(now.get((i, device.incarnation)), device)
+        }
         needed = self.selection != "uniform" or self.options.correction
         if not asked or not needed or state.round < self._unknown:
             return state
@@ -154,7 +157,7 @@ class Cfic(Method[CficState]):
         )
         state, answers = await ask(state, fleet, step, dict.fromkeys(asked, order))
         new = grouping.descriptions(answers, asked, fleet, state.layout)
-        told = grouping.of_one_length(state.described, new)
+        told = grouping.of_one_length(known, new)
         if self._by_label:
             return msgspec.structs.replace(state, described=told)
         return self._clustered(state, told, fleet) if new.keys() & told.keys() else state
