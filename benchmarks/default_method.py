@@ -55,7 +55,7 @@ from unittest.mock import patch
 import msgspec
 import numpy as np
 
-from coordinator.aggregation.trial import ETA_0, wants_split
+from coordinator.aggregation.pooled import ETA_0, wants_split
 from coordinator.fleet import Device
 from coordinator.methods import NO_DATA, MethodSettings, Server
 from coordinator.methods.fedge import Fedge, FedgeState, Pool

@@ -7,7 +7,6 @@ model, and their mean, weighted by samples, is fixed as g. Without any answer, t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar
 
 import msgspec
@@ -83,9 +82,12 @@ class Dbe(PersonalLayers[DbeState]):
         """The mean of all features, g = sum_j (N_j / N) mean features of device j; None without answers."""
         order = MeanFeatures(model=state.model)
         answers = await fleet.run("mean", {device.id: order for device in fleet.devices()})
-        d = n_features(state.layout)
-        told = results(answers, FeaturesMeasured).values()
-        found = [result for result in told if result.n_samples and is_mean(result.mean, d)]
+        d, largest = n_features(state.layout), np.finfo(np.float32).max
+        found = [
+            result
+            for result in results(answers, FeaturesMeasured).values()
+            if result.n_samples and len(result.mean) == d and (np.abs(result.mean) <= largest).all()
+        ]
         if not found:
             return None
         nothing = np.zeros(0, np.float32), np.zeros(0, np.int64)
@@ -105,8 +107,3 @@ class Dbe(PersonalLayers[DbeState]):
 def n_features(layout: Layout) -> int:
     """D, the number of the head's inputs."""
     return layout.select(HEAD).tensors[0].shape[1]
-
-
-def is_mean(mean: Sequence[float], d: int) -> bool:
-    """Whether numbers from a device are a mean of features: D of them, finite in float32."""
-    return len(mean) == d and bool((np.abs(mean) <= np.finfo(np.float32).max).all())

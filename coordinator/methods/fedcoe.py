@@ -18,7 +18,7 @@ import numpy as np
 from msgspec import Meta, Struct
 
 from coordinator.aggregation import correlation
-from coordinator.fleet import Answer, Fleet
+from coordinator.fleet import Fleet
 from coordinator.methods import (
     Method,
     insist,
@@ -334,8 +334,9 @@ class FedCoE(Method[FedCoEState]):
             for i, a in answers.items()
             if isinstance(a.result, Routed) and correlation.is_profile(a.result.shares, self.options.n_experts)
         }
-        unknown = {i: (1 / len(state.experts),) * len(state.experts) for i, a in answers.items() if _withholds(a)}
-        profiles |= unknown  # a device whose owner withholds the shares gets a bundle, too
+        withheld = [i for i, a in answers.items() if isinstance(a.result, Declined) and a.result.why is Why.NOT_ALLOWED]
+        equal = (1 / len(state.experts),) * len(state.experts)
+        profiles |= dict.fromkeys(withheld, equal)  # a device whose owner withholds the shares gets a bundle, too
         if left := sorted(set(new) - set(profiles)):
             log.warning("event=no_profile devices=%s", left)
         orders = {i: await self._assembled(state, fleet, np.array(rho)) for i, rho in profiles.items()}
@@ -388,10 +389,6 @@ class FedCoE(Method[FedCoEState]):
             "diagnostics": msgspec.to_builtins(state.diagnostics),
             "profiles": msgspec.to_builtins(state.profiles),
         }
-
-
-def _withholds(answer: Answer) -> bool:
-    return isinstance(answer.result, Declined) and answer.result.why is Why.NOT_ALLOWED
 
 
 def _put(fleet: Fleet, model: Model, layout: Layout) -> BlobRef:

@@ -21,8 +21,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
-from coordinator.aggregation.pooled import pooled_choice, pooled_weights
-from coordinator.aggregation.trial import trial_statistic, wants_split
+from coordinator.aggregation.pooled import pooled_choice, pooled_weights, trial_statistic, wants_split
 from coordinator.clustering import Clustering, Directions, Labels, aidc, find_clusters, mctc
 from coordinator.fleet import Device, Fleet, Seen
 from coordinator.fleet.versions import put_after
@@ -203,12 +202,12 @@ class Fedge(Method[FedgeState]):
     async def round(self, state: FedgeState, fleet: Fleet) -> FedgeState:
         """Steps 1 to 3."""
         r = state.round + 1
-        if self.options.buffer and not self._together(r):
+        if self.options.buffer and not self._trial - CLUSTERING < r <= self._trial:
             return await self._stepped(state, fleet, r)
         if r > WARM_UP and not self.options.buffer:
             state = await profile(state, fleet)
         present = awake(state, fleet)
-        tries, panel = self._tries(state, r), self._panel(present)
+        tries, panel = not state.experts and r == self._trial, self._panel(present)
         choices = {} if tries else self._select(state, present, r)
         grouping.tell_choices(fleet, choices)
         cohort = panel if tries or self.options.buffer or r <= WARM_UP else self._cohort(state, choices, present, r)
@@ -264,19 +263,11 @@ class Fedge(Method[FedgeState]):
             return await train_experts(self, state, updates, fleet, discounts)
         return await train_shared(self, state, updates, fleet, panel, discounts)
 
-    def _together(self, r: int) -> bool:
-        """Whether a round of an asynchronous run asks all devices and waits, as clusters and trial need."""
-        return self._trial - CLUSTERING < r <= self._trial
-
     @property
     def _trial(self) -> int:
         """R_w, the round of the trial."""
         found: int = round(self.options.rho * self.settings.rounds)
         return found
-
-    def _tries(self, state: FedgeState, r: int) -> bool:
-        """Whether the trial is held after this round (section 5)."""
-        return not state.experts and r == self._trial
 
     def _select(self, state: FedgeState, present: Mapping[str, Device], r: int) -> Choices:
         """FedEPC section 5 in each group; empty before there are groups, or with uniform selection."""

@@ -364,9 +364,13 @@ def select(
         highest=tuple(np.fmax.reduce([*raw, state.highest]).tolist()),
     )
     cycles = measured_cycles(arms, full[:, 0], state.participations)
-    selectable = [i for i, arm in enumerate(arms) if arm.n_samples >= 1 and _can_compute(arm)]
+    able = [arm.n_samples >= 1 and (arm.cpu_ghz is None or not arm.cpu_ghz <= 0) for arm in arms]
+    selectable = np.flatnonzero(able).tolist()
     ids = [arms[i].id for i in selectable]
-    seconds = np.array([_seconds(state, arms[i], full[i, 0], cycles) for i in selectable])
+    predicted = [
+        predicted_seconds(arms[i], full[i, 0], state.participations.get(arms[i].id, ()), cycles) for i in selectable
+    ]
+    seconds = np.array([max(t, state.at_least.get(i, 0.0)) for i, t in zip(ids, predicted, strict=True)])
     m = quota(settings.quota, len(arms)) if size is None else size
     waits = [state.round - state.last_asked.get(i, 0) for i in ids]
     late = overdue(waits, m, len(arms)) if settings.fairness and ids else []
@@ -400,15 +404,6 @@ def select(
         skipped=0 if chosen else state.skipped + 1,
         last_asked=state.last_asked | dict.fromkeys(picked, state.round),
     )
-
-
-def _seconds(state: State, arm: Arm, cpu_ghz: float, cycles_per_sample: float) -> float:
-    predicted = predicted_seconds(arm, cpu_ghz, state.participations.get(arm.id, ()), cycles_per_sample)
-    return max(predicted, state.at_least.get(arm.id, 0.0))
-
-
-def _can_compute(arm: Arm) -> bool:
-    return arm.cpu_ghz is None or not arm.cpu_ghz <= 0
 
 
 def _context(row: Vectors) -> RawContext:
@@ -460,12 +455,13 @@ def observe(state: State, selection: Selection, outcomes: Mapping[str, Participa
             is learned about it.
     """
     told = [i for i in selection.ids if i in outcomes]
+    deadline_s = math.inf if selection.deadline_s is None else selection.deadline_s
     participations = dict(state.participations)
     at_least = {i: seconds for i, seconds in state.at_least.items() if i not in told}
     for i in told:
         outcome = outcomes[i]
         if not _succeeded(outcome):
-            at_least[i] = 2 * _finite(selection.deadline_s, selection.seconds[i])
+            at_least[i] = 2 * (deadline_s if math.isfinite(deadline_s) else selection.seconds[i])
         else:
             participations[i] = (*participations.get(i, ()), outcome)[-WINDOW:]
     return msgspec.structs.replace(
@@ -475,7 +471,3 @@ def observe(state: State, selection: Selection, outcomes: Mapping[str, Participa
         participations=participations,
         at_least=at_least,
     )
-
-
-def _finite(deadline_s: float | None, otherwise: float) -> float:
-    return otherwise if deadline_s is None or math.isinf(deadline_s) else deadline_s

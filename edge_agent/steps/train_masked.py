@@ -29,7 +29,8 @@ def run(device: Device, action: TrainMasked) -> Result:
     if known is not None:
         if known.action != _digest(action):
             raise FailedError("another order was answered under this mask")
-        return _sent(device, known)
+        device.send(known.vector)
+        return msgspec.msgpack.decode(known.result, type=TrainedMasked)
     _require_pairs(roster, own, action)
     result = train.run(device, plain(action))
     return masked(device, action, result) if isinstance(result, Trained) else result
@@ -93,11 +94,6 @@ def _require_pairs(roster: Roster, own: int, action: TrainMasked) -> None:
         raise FailedError("a masked training is of one whole model")
     if not set(action.shares) <= set(roster.neighbours(own)) or len(action.shares) < roster.threshold:
         raise FailedError(f"masks with {len(action.shares)} devices, {roster.threshold} neighbours are the fewest")
-
-
-def _sent(device: Device, known: Masked) -> Result:
-    device.send(known.vector)
-    return msgspec.msgpack.decode(known.result, type=TrainedMasked)
 
 
 def _digest(action: TrainMasked) -> str:
