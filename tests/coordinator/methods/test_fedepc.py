@@ -263,8 +263,8 @@ async def test_noise_on_the_profiles_is_asked_of_every_device_and_stays_the_same
 
 async def test_a_proxy_set_that_tells_no_classes_apart_ends_the_federation_with_a_reason(tmp_path) -> None:
     of, fleet, layout, first, _ = with_proxy(tmp_path, warm_up=0)
-    task, (x, y) = of._server_samples
-    of._server_samples = task, (np.zeros_like(x), y)
+    task, (x, y) = of.server
+    of.server = Server(task, (np.zeros_like(x), y))
     with pytest.raises(ConfigError, match="no useful extractor"):
         await rounds(of, of.init(layout, first), fleet, 1)
 
