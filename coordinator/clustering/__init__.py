@@ -1,4 +1,4 @@
-"""Clusterings of devices, all behind one function, `find_clusters`.
+"""Clusterings of devices: `find_clusters`, and `by_label`.
 
 Each kind of features has its paper's clustering: profiles have AIDC (FedEPC), directions of updates MCTC (SCMoE-PFL),
 label features the groups of equal label (CFIC). The rivals `k-means` and `agglomerative` take profiles or directions.
@@ -8,6 +8,7 @@ By default they make as many clusters as the paper's own, so that the number mak
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
@@ -15,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.clustering import aidc, mctc
+from coordinator.clustering.aidc import Clusters
 from coordinator.clustering.mctc import Found
 from coordinator.clustering.rivals import agglomerative, kmeans
 
@@ -65,19 +67,13 @@ class Directions:
         return away
 
 
-@dataclass(frozen=True, slots=True)
-class Labels:
-    """Label features, -1 for none (CFIC section 3); a device without one is in no cluster."""
-
-    features: tuple[int, ...]
-
-    def own(self, rng: np.random.Generator) -> Found:  # noqa: ARG002 - nothing is drawn
-        """Devices with equal feature."""
-        psi = np.array(self.features, np.int64)
-        return Found(aidc.numbered([np.flatnonzero(psi == label).tolist() for label in np.unique(psi[psi >= 0])]))
+def by_label(features: Sequence[int]) -> Clusters:
+    """Devices with equal label feature (CFIC section 3); one without, which is -1, is in no cluster."""
+    psi = np.array(features, np.int64)
+    return aidc.numbered([np.flatnonzero(psi == label).tolist() for label in np.unique(psi[psi >= 0])])
 
 
-Features: TypeAlias = Profiles | Directions | Labels
+Features: TypeAlias = Profiles | Directions
 
 
 def find_clusters(
@@ -86,7 +82,7 @@ def find_clusters(
     """Cluster N devices.
 
     Args:
-        how: the clustering; that of a paper takes its own kind of features.
+        how: the clustering, not labels; that of a paper takes its own kind of features.
         features: of the devices, by ascending id.
         rng: of k-means' starts and AIDC's subset.
         n_clusters: of the rivals, >= 1; None: see above.
@@ -97,7 +93,7 @@ def find_clusters(
         >>> [find_clusters(how, seen, rng=np.random.default_rng(0)).clusters for how in ("mctc", "k-means")]
         [((0, 1), (2, 3)), ((0, 1), (2, 3))]
     """
-    if isinstance(features, Labels) or how in {"aidc", "mctc"}:
+    if how in {"aidc", "mctc"}:
         return features.own(rng)
     if how == "agglomerative" and n_clusters is None and isinstance(features, Profiles):
         return Found(agglomerative(features.distances(), threshold=aidc.MERGE))

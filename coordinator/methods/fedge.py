@@ -21,8 +21,9 @@ import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
+from coordinator import clustering
 from coordinator.aggregation.pooled import pooled_choice, pooled_weights, trial_statistic, wants_split
-from coordinator.clustering import Clustering, Directions, Labels, aidc, find_clusters, mctc
+from coordinator.clustering import Clustering, Directions, aidc, find_clusters, mctc
 from coordinator.fleet import Device, Fleet, Seen
 from coordinator.fleet.versions import put_after
 from coordinator.methods import (
@@ -646,8 +647,7 @@ async def by_label(state: FedgeState, fleet: Fleet, ids: Sequence[str]) -> tuple
     asked = dict.fromkeys((i for i in awake(state, fleet) if i in ids), DescribeLabels())
     state, answers = await ask(state, fleet, "labels", asked)
     psi = {i: told.feature for i, told in results(answers, LabelsDescribed).items()}
-    rng = np.random.default_rng(0)  # nothing is drawn
-    found = find_clusters("labels", Labels(tuple(psi.get(i, -1) for i in ids)), rng=rng).clusters
+    found = clustering.by_label([psi.get(i, -1) for i in ids])
     return state, tuple(tuple(ids[i] for i in members) for members in found)
 
 

@@ -18,7 +18,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from coordinator.aggregation import rules
-from coordinator.clustering import Clustering, Directions, Features, Labels, Profiles, aidc, find_clusters, mctc
+from coordinator.clustering import Clustering, Directions, Profiles, aidc, by_label, find_clusters, mctc
 from coordinator.clustering.aidc import Clusters
 from coordinator.fleet import Answer, Device, Fleet
 from coordinator.methods import declined
@@ -152,21 +152,19 @@ def clusters_of(
 
     `unit`: D_ref of profiles; None: the extractor tells no devices apart, so all are one cluster.
     """
-    features: Features
+    if how == "labels":
+        return by_label([d.label for d in described])
     if how == "mctc":
         if not described:
             return ()
         z = embedded(described, fleet)
         seen = Directions(vectors=z) if n_clusters is None else Directions(vectors=z, n_clusters=n_clusters)
         return mctc.parted(z, find_clusters(how, seen, rng=rng).clusters)
-    if how == "labels":
-        features = Labels(tuple(d.label for d in described))
-    elif unit is None or len(described) < 2:
+    if unit is None or len(described) < 2:
         if len(described) > 1:
             log.warning(ONE_GROUP)
         return aidc.numbered([range(len(described))])
-    else:
-        features = Profiles(vectors=vectors_of(described), unit=unit)
+    features = Profiles(vectors=vectors_of(described), unit=unit)
     return find_clusters(how, features, rng=rng, n_clusters=n_clusters).clusters
 
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from coordinator.aggregation import averaged
 from coordinator.aggregation.guarded import believed
-from coordinator.clustering import Directions, Features, Labels, find_clusters, mctc
+from coordinator.clustering import Directions, by_label, find_clusters, mctc
 from coordinator.fleet import Fleet
 from coordinator.fleet.versions import put_after
 from coordinator.methods import (
@@ -220,18 +220,19 @@ class ScmoePfl(Method[ScmoeState]):
         """Sections 5 to 7: overlapping clusters of this round's directions."""
         directions = fleet.get_tensors(state.directions) if state.directions else {}
         o, p = self.options, self._p
-        by_label = o.clustering == "labels"
-        ids = [i for i in ids if i in directions and (not by_label or state.labels.get(i, -1) >= 0)]
+        is_by_label = o.clustering == "labels"
+        ids = [i for i in ids if i in directions and (not is_by_label or state.labels.get(i, -1) >= 0)]
         if not ids:
             return state
         z = self.embedding(np.stack([directions[i] for i in ids]))
-        seen: Features = Directions(
+        seen = Directions(
             vectors=z, n_clusters=p.n_clusters, tau=p.tau, distinct=p.distinct, centres_join=p.centres_join
         )
-        if by_label:
-            seen = Labels(tuple(state.labels[i] for i in ids))
-        rng = round_rng(self.settings, r)
-        found = find_clusters(o.clustering, seen, rng=rng, n_clusters=o.n_clusters)  # a preset's is of MCTC
+        if is_by_label:
+            found = mctc.Found(by_label([state.labels[i] for i in ids]))
+        else:
+            rng = round_rng(self.settings, r)
+            found = find_clusters(o.clustering, seen, rng=rng, n_clusters=o.n_clusters)  # a preset's is of MCTC
         if found.separability is not None and found.separability < 0.7:
             log.info("event=weak_groups separability=%.2f the clusters may be arbitrary", found.separability)
         made = Clusters(

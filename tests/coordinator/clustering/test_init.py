@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.clustering import Directions, Labels, Profiles, aidc, find_clusters
+from coordinator.clustering import Directions, Profiles, aidc, by_label, find_clusters
 from coordinator.clustering.mctc import embedding, mctc
 
 GROUPS = ((0, 1, 2), (3, 4, 5), (6, 7, 8))
@@ -17,21 +17,20 @@ def planted(seed: int = 0) -> np.ndarray:
     return np.repeat(np.eye(3, 12) + np.eye(3, 12, 3), 3, axis=0) * 0.8 + rng.uniform(0, 0.05, (9, 12))
 
 
-def features() -> list[Profiles | Directions | Labels]:
+def features() -> list[Profiles | Directions]:
     rows = planted()
     return [
         Profiles(vectors=rows, unit=aidc.class_unit(rows[::3])),
         Directions(vectors=embedding(rows)),
-        Labels((4, 4, 4, 0, 0, 0, 2, 2, 2)),
     ]
 
 
 @pytest.mark.parametrize("how", ["k-means", "agglomerative"])
 def test_planted_groups_are_found_in_what_each_is_made_for(how) -> None:
-    for own, seen in zip(("aidc", "mctc", "labels"), features(), strict=True):
+    for own, seen in zip(("aidc", "mctc"), features(), strict=True):
         assert find_clusters(own, seen, rng=np.random.default_rng(0)).clusters == GROUPS
-        if own != "labels":
-            assert find_clusters(how, seen, rng=np.random.default_rng(0)).clusters == GROUPS
+        assert find_clusters(how, seen, rng=np.random.default_rng(0)).clusters == GROUPS
+    assert by_label((4, 4, 4, 0, 0, 0, 2, 2, 2)) == GROUPS
 
 
 @given(st.lists(st.integers(-1, 4), max_size=20))
@@ -50,13 +49,9 @@ def test_nobody_and_nobody_with_samples_has_a_label() -> None:
     assert by_label([-1, -1]) == ()
 
 
-def by_label(features):
-    return find_clusters("labels", Labels(tuple(features)), rng=np.random.default_rng(0)).clusters
-
-
 @pytest.mark.parametrize("how", ["k-means", "agglomerative"])
 def test_rivals_make_as_many_clusters_as_told_or_as_the_papers_own(how) -> None:
-    profiles, directions, _ = features()
+    profiles, directions = features()
     for seen in (profiles, directions):
         for k in (1, 2, 5):
             assert len(find_clusters(how, seen, rng=np.random.default_rng(0), n_clusters=k).clusters) == k
