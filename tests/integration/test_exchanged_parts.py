@@ -83,8 +83,10 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
 
         monkeypatch.setattr(module, name, recording)
 
-    for module in (grouping, fedepc, fedge, scmoe_pfl):
+    for module in (grouping, fedge, scmoe_pfl):
         watch(module, "find_clusters", "clustering", lambda how, *_: how)
+    for module in (clustering, grouping, scmoe_pfl):
+        watch(module, "by_label", "clustering", lambda *_: "labels")
     watch(clustering.aidc, "aidc", "clustering", lambda *_: "aidc")  # fedge's groups call it themselves
     for module in (selection, cohort, cfic, fedepc, fedge):
         for name in {"uniform", "fastest", "stratified"} & vars(module).keys():
