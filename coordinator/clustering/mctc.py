@@ -269,6 +269,14 @@ def _joined(close: Vectors, tau: float) -> tuple[int, ...]:
     return tuple(np.flatnonzero(close >= tau).tolist()) or (int(np.argmax(close)),)
 
 
+def _check(z: Vectors, n_clusters: int) -> None:
+    if n_clusters < 1 or not len(z):
+        raise ValueError(f"{n_clusters} clusters of {len(z)} clients: both must be at least 1")
+    broken = np.flatnonzero(~np.isfinite(z).all(axis=1))
+    if len(broken):
+        raise ValueError(f"the embedding of client {broken[0]} is not finite")
+
+
 def means_of(z: Vectors, members: Sequence[Sequence[int]]) -> Vectors:
     """v_k, the mean of each cluster, Eq. 4: (K_eff, m)."""
     return np.stack([z[list(cluster)].mean(axis=0) for cluster in members])
@@ -336,9 +344,13 @@ def mctc(
         distinct: see `soft_clusters`.
         centres_join: see `soft_clusters`.
 
+    Raises:
+        ValueError: n_clusters is below 1, there is no client, or a row is not finite; the message names the client.
+
     Cost: once the cosines of all pairs and their order, O(N^2 (m + log N)) time and 16 to 24 N^2 bytes; then at most
     5*K times O(N^2 + N K m).
     """
+    _check(z, n_clusters)
     sim = similarity(z)
     first, separability = otsu(sim) if tau is None else (round(tau, DECIMALS), None)
     k = n_clusters

@@ -330,6 +330,15 @@ def test_parallel_updates_are_one_cluster(z):
     assert soft(z, 1, 0.3) == (tuple(range(len(z))),)
 
 
+def test_bad_input_is_refused_by_name():
+    with pytest.raises(ValueError, match="client 1"):
+        mctc.mctc(np.array([[1.0], [np.nan]]))
+    with pytest.raises(ValueError, match="at least 1"):
+        mctc.mctc(CIRCLE, n_clusters=0)
+    with pytest.raises(ValueError, match="at least 1"):
+        mctc.mctc(np.zeros((0, 2)))
+
+
 # ------------------------------------------------------------------------------------------------------------- Otsu
 
 
