@@ -1,8 +1,9 @@
-"""Helper processes of a coordinator: intakes, which accept reports, and model servers.
+"""Processes of a coordinator at the broker: what all have in common, intakes, and model servers.
 
 `fedge coordinator` can do everything alone. Each helper joins a shared subscription, in which the broker hands every
-report, or every Want, to one member, the dispatcher among them. They share the store and the blob folder, and may be
-killed at any time: a device repeats its report until it is acknowledged, and an order is closed only once.
+report, or every Want, to one member, the dispatcher (`coordinator.fleet.mqtt`), itself an intake, among them. They
+share the store and the blob folder, and may be killed at any time: a device repeats its report until it is
+acknowledged, and an order is closed only once.
 """
 
 from __future__ import annotations
@@ -14,24 +15,25 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
-from coordinator.fleet.mqtt import LOOK_S, Lines, signing
-from coordinator.fleet.orders import OrderStatus, verdict
+from coordinator.fleet.orders import OrderStatus
 from coordinator.fleet.quarantine import Offence
 from coordinator.fleet.uploads import NO_EVIDENCE, Uploads, answer_to
+from coordinator.members import Watched
 from coordinator.store import OFFERED, Entry, Store
 from fedge.background import Background
 from fedge.errors import ConfigError, ProtocolError, TransportError
 from fedge.files import BlobFolder, InUseError, locked
-from fedge.identity import Role
-from fedge.messages import Ack, Report, Status, Want, decode, encode
-from fedge.sealed import Signed
-from fedge.step import Action, Refusal, Unsupported, read_action
+from fedge.identity import Role, Subject
+from fedge.messages import Ack, BlobRef, Order, Report, Status, Want, decode, encode
+from fedge.sealed import Plain, Signed, speaker
+from fedge.step import Action, Refusal, Unsupported, installed_steps, read_action
 from fedge.task import TaskSpec
 from fedge.tensors import Layout
 from fedge.topics import INTAKES, MODELS, Topics
@@ -42,8 +44,361 @@ log = logging.getLogger("fedge.coordinator")
 
 ACK_S: Final = 3600
 """How long the broker keeps a verdict for a device that is away."""
+MAX_UNDER_WAY: Final = 16_384
+"""Reports that are checked, and messages that wait for the broker. What is beyond is dropped: all of it is repeated."""
+LINES_PER_MINUTE: Final = 60
+"""Of one kind of refusal; what is beyond is counted, and told with the first line of the next minute."""
+LOOK_S: Final = 3.0
+"""Pause between two looks at who belongs to the federation: a device that is revoked is nobody from then on."""
 LOOK_AGAIN_S: Final = 0.02
 """Pause between two looks at which models are offered."""
+SAYS_NOTHING: Final = frozenset({"replayed-report", "unknown-order"})
+"""Refusals of what comes once more, which no device can help."""
+
+
+class Lines:
+    """Limits log lines of each kind: a flood of messages must not fill the disk."""
+
+    def __init__(self) -> None:
+        self._minute = 0
+        self._counted: Counter[str] = Counter()
+
+    def untold(self, kind: str, now: float) -> int | None:
+        """Whether to write a line of this kind now (seconds): how many were suppressed the minute before; None: no."""
+        untold = 0
+        if int(now // 60) != self._minute:
+            self._minute = int(now // 60)
+            untold = sum(max(n - LINES_PER_MINUTE, 0) for n in self._counted.values())
+            self._counted.clear()
+        self._counted[kind] += 1
+        return untold if self._counted[kind] <= LINES_PER_MINUTE else None
+
+
+def signing(broker: BrokerSettings, federation: str, home: Path, role: Role) -> tuple[Plain | Signed, Watched | None]:
+    """Our identity and, if messages are signed, the federation's members.
+
+    Raises:
+        ConfigError: the certificate is not of this role in this federation, or there is no list of members.
+    """
+    signed = speaker(broker, Subject(federation, role, role), home)
+    if isinstance(signed, Plain):
+        return signed, None
+    assert broker.ca_file is not None
+    members = Watched(Path(broker.ca_file).parent, federation)
+    signed.admit = members.admit
+    return signed, members
+
+
+class Process:
+    """A connection to the broker, with the checks of who may send what.
+
+    Args:
+        broker: how to reach it.
+        store: of the federation.
+        federation: its name.
+        home: exclusive folder of this process.
+        role: a helper's, or the coordinator's.
+    """
+
+    def __init__(
+        self, broker: BrokerSettings, store: Store, federation: str, home: Path, role: Role = Role.INTAKE
+    ) -> None:
+        self._store = store
+        self._topics = Topics(federation)
+        self._signed, self._members = signing(broker, federation, home, role)
+        if role is Role.COORDINATOR:
+            self._transport = Transport(broker, self._topics.client_id("coordinator"))
+        else:  # without a session: the broker would keep a killed helper's messages for an hour
+            name = self._topics.client_id("intake", uuid.uuid4().hex)
+            self._transport = Transport(broker, name, session_expiry_s=0)
+        self._incarnations: dict[str, str] = {}
+        self._lines = Lines()
+        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._background = Background(self._fail)
+
+    def _fail(self, error: BaseException) -> None:
+        if not self._failure.done():
+            self._failure.set_exception(error)
+
+    async def _until_failure(self) -> None:
+        """Work until something fails for good."""
+        if isinstance(self._signed, Signed):
+            await self._transport.subscribe(self._topics.agent("+", "status"), self._guard(self._on_status))
+        async with self._transport:
+            self._background.spawn(self._watch_members())
+            try:
+                await self._failure
+            finally:
+                self._background.cancel()
+
+    async def _watch_members(self) -> None:
+        """Check the list of members, if there is one."""
+        while self._members is not None and isinstance(self._signed, Signed):
+            await asyncio.sleep(LOOK_S)
+            if self._members.look(self._signed.authority):
+                await self._members_changed()
+
+    async def _members_changed(self) -> None:
+        """Act upon a changed list."""
+
+    def _admits(self, device: str) -> bool:
+        """Whether it belongs to the federation, as a device or a relay."""
+        return self._members is None or any(self._members.admits(device, r) for r in (Role.DEVICE, Role.RELAY))
+
+    def _guard(self, handle: Callable[[str, Inbound], None]) -> Callable[[Inbound], Awaitable[None]]:
+        """Drop messages that violate the contract: one line, one count, no change."""
+
+        async def guarded(inbound: Inbound) -> None:
+            device = self._topics.parts(inbound.topic)[1]
+            if not inbound.payload:  # a cleared retained message
+                return
+            try:
+                payload = self._signed.open(inbound.topic, inbound.payload, Role.DEVICE, name=device)
+                handle(device, dataclasses.replace(inbound, payload=payload))
+                self._heard(device, inbound)
+            except ProtocolError as error:
+                self._refuse(self._explained(error, device, inbound), device, inbound.topic)
+
+        return guarded
+
+    def _heard(self, device: str, inbound: Inbound) -> None:
+        """Note a message that was good."""
+
+    def _explained(self, error: ProtocolError, _device: str, _inbound: Inbound) -> ProtocolError:
+        """What is told of a message that was not."""
+        return error
+
+    def _refuse(self, error: ProtocolError, device: str, topic: str) -> None:
+        level = logging.INFO if error.name in SAYS_NOTHING else logging.WARNING
+        if (untold := self._lines.untold(error.name, time.monotonic())) is not None:
+            text = "event=refused name=%s device=%s topic=%s detail=%r untold=%d"
+            log.log(level, text, error.name, device, topic, str(error), untold)
+
+    def _on_status(self, device: str, inbound: Inbound) -> None:
+        self._incarnations[device] = decode(inbound.payload, Status).incarnation
+
+    def _incarnation(self, device: str) -> str:
+        """Of the device's agent; empty: not known yet."""
+        return self._incarnations.get(device, "")
+
+    def _seal(self, topic: str, payload: bytes, device: str) -> bytes:
+        """Sign for the agent's present incarnation; a restarted one gets the next message."""
+        return self._signed.seal(topic, payload, to=self._incarnation(device))
+
+
+class Intake(Process):
+    """Fetches, checks, accepts and acknowledges reports.
+
+    Args:
+        broker: how to reach the broker.
+        store: of the federation.
+        home: exclusive folder of this process, on the same disk as the blob folder.
+        federation: its name.
+        task: what is learned.
+        layout: of the model.
+        steps: of the method, in addition to the installed ones.
+        role: as of `Process`.
+    """
+
+    def __init__(
+        self,
+        broker: BrokerSettings,
+        store: Store,
+        home: Path,
+        *,
+        federation: str,
+        task: TaskSpec,
+        layout: Layout,
+        steps: Iterable[type[Action]] = (),
+        role: Role = Role.INTAKE,
+    ) -> None:
+        super().__init__(broker, store, federation, home, role)
+        self.task, self._layout = task, layout
+        self._steps = {**installed_steps(), **{kind.STEP: kind for kind in steps}}
+        received = store.blobs.received() if role is Role.COORDINATOR else BlobFolder(home / "received")
+        seal = lambda topic, payload: self._seal(topic, payload, topic.rpartition("/")[2])  # noqa: E731
+        self._uploads = Uploads(self._transport, received, store.blobs, self._topics, layout, seal)
+        self._taking: dict[str, asyncio.Task[None] | None] = {}  # reports under way, by order; None: being closed
+        self._brought: dict[str, frozenset[BlobRef]] = {}  # their uploads
+
+    async def serve(self) -> None:
+        """Work until cancelled.
+
+        Raises:
+            StoreError: the store cannot be written; nothing accepted is lost.
+            TransportError: the broker refused us for good.
+        """
+        await self._listen()
+        with contextlib.closing(self._uploads):
+            await self._until_failure()
+
+    async def _listen(self) -> None:
+        reports = self._topics.shared(INTAKES, self._topics.agent("+", "reports"))
+        await self._transport.subscribe(reports, self._guard(self._on_report))
+
+    def _on_report(self, device: str, inbound: Inbound) -> None:
+        report = decode(inbound.payload, Report)
+        if report.device_id != device:
+            raise ProtocolError("foreign-id", f"{device} speaks for {report.device_id}")
+        if report.order_id not in self._taking and len(self._taking) < MAX_UNDER_WAY:
+            self._taking[report.order_id] = self._background.spawn(self._receive(report, inbound.topic))
+
+    async def _receive(self, report: Report, topic: str) -> None:
+        """Close the report's order, unless it is closed, and tell the device what the store says."""
+        try:
+            order = self._order(report.order_id) or await self._stored(report)
+            _require_own(order, report)
+            action = read_action(order, self._steps)
+            if isinstance(action, Unsupported):
+                log.error("event=unknown_step order=%s reason=%r", order.id, action.reason)
+                return
+            error = await self._examine(order, action, report)
+            self._taking[order.id] = None
+            entry = Entry(order=order, status=OrderStatus.ACCEPTED, report=report)
+            if error is not None:
+                entry = Entry(order=order, status=OrderStatus.REJECTED, reason=error)
+            await self._close(entry)
+        except ProtocolError as error:
+            self._refuse(error, report.device_id, topic)
+        finally:
+            self._taking.pop(report.order_id)
+            self._brought.pop(report.order_id, None)
+
+    def _order(self, _order_id: str) -> Order | None:
+        """An order that is open as far as this process knows, and whose report is here; None: the store decides."""
+        return None
+
+    async def _stored(self, report: Report) -> Order:
+        """The order of a report, if it is open. Otherwise the device is told the verdict.
+
+        Raises:
+            ProtocolError: `unknown-order`, `foreign-id` or `replayed-report`.
+        """
+        entry = await asyncio.to_thread(self._store.entry, report.order_id)
+        if entry is None:
+            await self._acknowledge(report.order_id, report.device_id, accepted=False, reason="unknown-order")
+            raise ProtocolError("unknown-order", report.order_id)
+        _require_own(entry.order, report)
+        if entry.status is not OrderStatus.OPEN:
+            await self._tell(entry)
+            raise ProtocolError("replayed-report", f"{report.order_id} is {entry.status}")
+        return entry.order
+
+    async def _close(self, entry: Entry) -> None:
+        """Close an order in the store, and tell a device that has reported what is there: another may be faster."""
+        order, now = entry.order, time.time()
+        if entry.report is not None:
+            ours = self._store.accept(entry.report, now)
+        elif entry.status is OrderStatus.REJECTED:
+            ours = self._store.reject(order.id, entry.reason, now)
+        else:
+            ours = self._store.expire(order.id, now)
+        found: Entry | None = entry
+        if not await asyncio.wrap_future(ours):
+            found = await asyncio.to_thread(self._store.entry, order.id)
+        assert found is not None
+        self._closed(found)
+        if entry.status is not OrderStatus.EXPIRED:
+            await self._tell(found)
+
+    def _closed(self, _entry: Entry) -> None:
+        """Note that an order is closed."""
+        self._uploads.norms.clear()  # the dispatcher measures them again
+
+    async def _examine(self, order: Order, action: Action, report: Report) -> str | None:
+        """Fetch and check a report's uploads; returns why they are not acceptable, or None."""
+        try:
+            result = answer_to(order, action, report, self.task, self._signed)
+            if not isinstance(result, Refusal):
+                uploads = action.uploads(result, self._layout)
+                self._brought[order.id] = frozenset(uploads)
+                for ref, layout in uploads.items():
+                    await self._uploads.fetch(ref, order.device_id, layout, wanted=lambda: self._is_open(order.id))
+        except ProtocolError as refusal:
+            self._refuse(refusal, order.device_id, self._topics.agent(order.device_id, "reports"))
+            if refusal.name not in NO_EVIDENCE:
+                await self._accuse(order.device_id, order.round, refusal.name, str(refusal))
+            return str(refusal)
+        except TransportError as refusal:
+            return f"the broker does not let us fetch it: {refusal}"
+        if not self._admits(order.device_id):
+            return f"revoked: {order.device_id} does not belong to the federation any more"
+        return None
+
+    def _is_open(self, order_id: str) -> bool:
+        entry = self._store.entry(order_id)
+        return entry is not None and entry.status is OrderStatus.OPEN
+
+    def _give_up(self, order_id: str) -> None:
+        """Stop fetching what nobody wants any more."""
+        if (task := self._taking.get(order_id)) is not None:
+            task.cancel()
+
+    async def _accuse(self, device_id: str, number: int, name: str, detail: str) -> bool:
+        """Store evidence against a device, which counts from the next round on; False: its round has the same."""
+        offence = Offence(device_id=device_id, round=number, name=name, detail=detail)
+        return await asyncio.wrap_future(self._store.accuse(offence))
+
+    async def _tell(self, entry: Entry) -> None:
+        """Send the verdict on a report."""
+        accepted = entry.status is OrderStatus.ACCEPTED
+        await self._acknowledge(entry.order.id, entry.order.device_id, accepted=accepted, reason=entry.reason)
+
+    async def _acknowledge(self, order_id: str, device_id: str, *, accepted: bool, reason: str) -> None:
+        ack = Ack(order_id=order_id, device_id=device_id, accepted=accepted, reason=reason[:1000])
+        topic = self._topics.agent(device_id, "acks")
+        await self._publish(topic, self._seal(topic, encode(ack), device_id), expires_in_s=ACK_S)
+
+    async def _publish(self, topic: str, payload: bytes, **how: Any) -> None:
+        try:
+            await self._transport.publish(topic, payload, **how)
+        except (TransportError, ValueError) as error:  # only this topic is affected; what matters is repeated
+            log.error("event=publish_refused topic=%s reason=%r", topic, str(error))  # noqa: TRY400 - the text is all
+
+
+def _require_own(order: Order, report: Report) -> None:
+    if order.device_id != report.device_id:
+        raise ProtocolError("foreign-id", f"{report.device_id} reports an order of {order.device_id}")
+
+
+class BlobServer(Process):
+    """Serves the models named in open orders to devices."""
+
+    def __init__(self, broker: BrokerSettings, store: Store, home: Path, *, federation: str) -> None:
+        super().__init__(broker, store, federation, home)
+        self._offered: frozenset[str] = frozenset()
+        self._looked_at = 0.0
+        self._sender = Sender(self._transport, self._source)
+
+    async def serve(self) -> None:
+        """Work until cancelled; raises as `Intake.serve`."""
+        wants = self._topics.shared(MODELS, self._topics.agent("+", "wants"))
+        await self._transport.subscribe(wants, self._guard(self._on_want))
+        async with self._sender:
+            await self._until_failure()
+
+    def _on_want(self, device: str, inbound: Inbound) -> None:
+        self._background.spawn(self._answer(device, inbound))
+
+    async def _answer(self, device: str, inbound: Inbound) -> None:
+        try:
+            await asyncio.to_thread(self._bring, decode(inbound.payload, Want).digest)
+            self._sender.want_of(device, inbound.payload, self._topics)
+        except ProtocolError as error:
+            self._refuse(error, device, inbound.topic)
+
+    def _bring(self, digest: str) -> None:
+        """Fetch a model if it is offered."""
+        if digest not in self._offered and time.monotonic() - self._looked_at > LOOK_AGAIN_S:
+            self._looked_at = time.monotonic()
+            self._offered = frozenset(json.loads(self._store.recall(OFFERED) or "[]"))
+            self._store.blobs.let_go(self._offered)
+        if digest in self._offered:
+            self._store.blobs.bring(digest)
+
+    def _source(self, digest: str) -> Path | None:
+        """Devices get only what orders name: the updates of others are in the same folder."""
+        return self._store.blobs.path(digest) if digest in self._offered and digest in self._store.blobs else None
 
 
 @contextlib.contextmanager
@@ -58,221 +413,6 @@ def own_folder(home: Path) -> Iterator[Path]:
         except InUseError:
             continue
     raise ConfigError(f"{home / 'roles'} has no room for one more process")
-
-
-class _Helper:
-    """A connection to the broker, with the checks of who may send what."""
-
-    def __init__(self, broker: BrokerSettings, store: Store, federation: str, home: Path) -> None:
-        self._store = store
-        self._topics = Topics(federation)
-        self._signed, self._members = signing(broker, federation, home, Role.INTAKE)
-        # No session: the broker would keep a killed helper's messages for an hour.
-        self._transport = Transport(broker, self._topics.client_id("intake", uuid.uuid4().hex), session_expiry_s=0)
-        self._incarnations: dict[str, str] = {}
-        self._lines = Lines()
-        self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._background = Background(self._fail)
-
-    def _fail(self, error: BaseException) -> None:
-        if not self._end.done():
-            self._end.set_exception(error)
-
-    async def _serve(self) -> None:
-        """Work until something fails for good."""
-        if isinstance(self._signed, Signed):
-            await self._transport.subscribe(self._topics.agent("+", "status"), self._guard(self._on_status))
-        async with self._transport:
-            if self._members is not None:
-                self._background.spawn(self._watch_members())
-            try:
-                await self._end
-            finally:
-                self._background.cancel()
-
-    async def _watch_members(self) -> None:
-        assert self._members is not None
-        assert isinstance(self._signed, Signed)
-        while True:
-            await asyncio.sleep(LOOK_S)
-            self._members.look(self._signed.authority)
-
-    def _guard(self, handle: Callable[[str, Inbound], None]) -> Callable[[Inbound], Awaitable[None]]:
-        """Drop messages that violate the contract."""
-
-        async def guarded(inbound: Inbound) -> None:
-            device = self._topics.parts(inbound.topic)[1]
-            if not inbound.payload:
-                return
-            try:
-                payload = self._signed.open(inbound.topic, inbound.payload, Role.DEVICE, name=device)
-                handle(device, dataclasses.replace(inbound, payload=payload))
-            except ProtocolError as error:
-                self._refuse(error, device)
-
-        return guarded
-
-    def _refuse(self, error: ProtocolError, device: str) -> None:
-        if (untold := self._lines.untold(error.name, time.monotonic())) is not None:
-            log.warning("event=refused name=%s device=%s detail=%r untold=%d", error.name, device, str(error), untold)
-
-    def _on_status(self, device: str, inbound: Inbound) -> None:
-        self._incarnations[device] = decode(inbound.payload, Status).incarnation
-
-    def _seal(self, topic: str, payload: bytes) -> bytes:
-        """Sign for the agent's present incarnation; before it is known, a later Want will do."""
-        device = self._topics.parts(topic)[1 if topic.endswith("/acks") else 2]
-        return self._signed.seal(topic, payload, to=self._incarnations.get(device, ""))
-
-
-class Intake(_Helper):
-    """Fetches, checks, accepts and acknowledges reports.
-
-    Args:
-        broker: how to reach the broker.
-        store: beside its dispatcher.
-        home: exclusive folder of this process, on the same disk as the blob folder.
-        federation: its name.
-        task: what is learned.
-        layout: of the model.
-        steps: what devices are asked.
-    """
-
-    def __init__(
-        self,
-        broker: BrokerSettings,
-        store: Store,
-        home: Path,
-        *,
-        federation: str,
-        task: TaskSpec,
-        layout: Layout,
-        steps: Mapping[str, type[Action]],
-    ) -> None:
-        super().__init__(broker, store, federation, home)
-        self._task, self._layout, self._steps = task, layout, steps
-        received = BlobFolder(home / "received")
-        self._uploads = Uploads(self._transport, received, store.blobs, self._topics, layout, self._seal)
-        self._checks: set[str] = set()
-
-    async def run(self) -> None:
-        """Work until cancelled.
-
-        Raises:
-            StoreError: the store cannot be written; nothing accepted is lost.
-            TransportError: the broker refused us for good.
-        """
-        reports = self._topics.shared(INTAKES, self._topics.agent("+", "reports"))
-        await self._transport.subscribe(reports, self._guard(self._on_report))
-        with contextlib.closing(self._uploads):
-            await self._serve()
-
-    def _on_report(self, device: str, inbound: Inbound) -> None:
-        report = decode(inbound.payload, Report)
-        if report.device_id != device:
-            raise ProtocolError("foreign-id", f"{device} speaks for {report.device_id}")
-        if report.order_id not in self._checks:
-            self._checks.add(report.order_id)
-            self._background.spawn(self._take(report))
-
-    async def _take(self, report: Report) -> None:
-        try:
-            entry = await asyncio.to_thread(self._store.entry, report.order_id)
-            if entry is None:
-                ack = Ack(order_id=report.order_id, device_id=report.device_id, accepted=False, reason="unknown-order")
-            elif entry.order.device_id != report.device_id:
-                error = ProtocolError("foreign-id", f"{report.device_id} reports an order of {entry.order.device_id}")
-                return self._refuse(error, report.device_id)
-            elif (closed := await self._closed(entry, report)) is None:
-                return None
-            else:
-                accepted = closed.status is OrderStatus.ACCEPTED
-                ack = verdict(closed.order, accepted=accepted, reason=closed.reason)
-            topic = self._topics.agent(report.device_id, "acks")
-            with contextlib.suppress(TransportError):  # the device asks again
-                await self._transport.publish(topic, self._seal(topic, encode(ack)), expires_in_s=ACK_S)
-        finally:
-            self._checks.discard(report.order_id)
-
-    async def _closed(self, entry: Entry, report: Report) -> Entry | None:
-        """The closed order, whoever closed it; None: it has to stay open."""
-        action = read_action(entry.order, self._steps)
-        if isinstance(action, Unsupported):
-            log.error("event=unknown_step order=%s reason=%r", entry.order.id, action.reason)
-            return None
-        if entry.status is OrderStatus.OPEN:
-            error = await self._examine(entry, action, report)
-            change = (
-                self._store.accept(report, time.time())
-                if error is None
-                else self._store.reject(entry.order.id, error, time.time())
-            )
-            await asyncio.wrap_future(change)
-        return await asyncio.to_thread(self._store.entry, entry.order.id)
-
-    async def _examine(self, entry: Entry, action: Action, report: Report) -> str | None:
-        """Fetch and check a report's uploads; returns why they are not acceptable, or None."""
-        order = entry.order
-        try:
-            result = answer_to(order, action, report, self._task, self._signed)
-            if not isinstance(result, Refusal):
-                for ref, layout in action.uploads(result, self._layout).items():
-                    await self._uploads.fetch(ref, order.device_id, layout, wanted=lambda: self._is_open(order.id))
-        except ProtocolError as refusal:
-            self._refuse(refusal, order.device_id)
-            if refusal.name not in NO_EVIDENCE:
-                offence = Offence(device_id=order.device_id, round=order.round, name=refusal.name, detail=str(refusal))
-                await asyncio.wrap_future(self._store.accuse(offence))
-            return str(refusal)
-        except TransportError as refusal:
-            return f"the broker does not let us fetch it: {refusal}"
-        finally:
-            self._uploads.norms.clear()  # the dispatcher measures them again
-        return None
-
-    def _is_open(self, order_id: str) -> bool:
-        entry = self._store.entry(order_id)
-        return entry is not None and entry.status is OrderStatus.OPEN
-
-
-class BlobServer(_Helper):
-    """Serves the models named in open orders to devices."""
-
-    def __init__(self, broker: BrokerSettings, store: Store, home: Path, *, federation: str) -> None:
-        super().__init__(broker, store, federation, home)
-        self._offered: frozenset[str] = frozenset()
-        self._looked_at = 0.0
-        self._sender = Sender(self._transport, self._source)
-
-    async def run(self) -> None:
-        """Work until cancelled; raises as `Intake.run`."""
-        wants = self._topics.shared(MODELS, self._topics.agent("+", "wants"))
-        await self._transport.subscribe(wants, self._guard(self._on_want))
-        async with self._sender:
-            await self._serve()
-
-    def _on_want(self, device: str, inbound: Inbound) -> None:
-        self._background.spawn(self._answer(device, inbound.payload))
-
-    async def _answer(self, device: str, payload: bytes) -> None:
-        try:
-            await asyncio.to_thread(self._bring, decode(payload, Want).digest)
-            self._sender.want_of(device, payload, self._topics)
-        except ProtocolError as error:
-            self._refuse(error, device)
-
-    def _bring(self, digest: str) -> None:
-        """Fetch a model if it is offered."""
-        if digest not in self._offered and time.monotonic() - self._looked_at > LOOK_AGAIN_S:
-            self._looked_at = time.monotonic()
-            self._offered = frozenset(json.loads(self._store.recall(OFFERED) or "[]"))
-            self._store.blobs.let_go(self._offered)
-        if digest in self._offered:
-            self._store.blobs.bring(digest)
-
-    def _source(self, digest: str) -> Path | None:
-        """Devices get only what orders name: the updates of others are in the same folder."""
-        return self._store.blobs.path(digest) if digest in self._offered and digest in self._store.blobs else None
 
 
 def begun(store: Store, home: Path, task: TaskSpec, blobs: str | None) -> Layout:

@@ -71,7 +71,6 @@ from fedge.malloc import tune_malloc
 from fedge.messages import BlobRef, Codec, blobs_of
 from fedge.notify import ready
 from fedge.processor import Processor
-from fedge.step import installed_steps
 from fedge.steps.mask_shares import MIN_COHORT
 from fedge.task import TaskSpec
 from fedge.tasks import labelled, write_task
@@ -495,9 +494,9 @@ async def help_out(settings: CoordinatorSettings, task: TaskSpec, store: Store) 
         if settings.role == "blobs":
             helper = BlobServer(broker, store, folder, federation=federation)
         else:
-            steps = {**installed_steps(), **{kind.STEP: kind for kind in method_class(settings.method).steps}}
+            steps = method_class(settings.method).steps
             helper = Intake(broker, store, folder, federation=federation, task=task, layout=layout, steps=steps)
-        await helper.run()
+        await helper.serve()
 
 
 def raise_open_files() -> None:
@@ -535,6 +534,7 @@ async def commit(store: Store, fleet: MqttFleet, number: int, state: State, seco
     """End the round: commit state, traffic and time in one transaction, then delete what is no longer needed."""
     counted = {**fleet.take_counts(), "milliseconds": round(1000 * seconds)}
     await asyncio.to_thread(store.commit_round, number, dump(state), time.time(), counted, keep=keep)
+    await fleet.look()
     spare_s = SPARE_S if fleet.busy() else 0.0
     needed = {ref.digest for ref in blobs_of(state)} | fleet.needed()
     await asyncio.to_thread(store.keep_only, needed, spare_s=spare_s)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import json
 import logging
 import time
@@ -15,12 +14,10 @@ from collections.abc import (
     Callable,
     Collection,
     Container,
-    Coroutine,
     Iterable,
     Mapping,
     Sequence,
 )
-from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
@@ -30,41 +27,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.fleet import Answer, Device, Seen, asked, order_for, require_sendable
-from coordinator.fleet.orders import (
-    CLOSED,
-    Accept,
-    Check,
-    Checked,
-    Closed,
-    DeviceAppeared,
-    Event,
-    Expire,
-    OrderBook,
-    OrderStatus,
-    Reject,
-    ReportReceived,
-    Send,
-    Tell,
-    Tick,
-    verdict,
-)
-from coordinator.fleet.orders import Action as BookAction
+from coordinator.fleet.orders import OrderBook, OrderStatus
 from coordinator.fleet.pace import Paces, work_of
 from coordinator.fleet.quarantine import LONG_UPDATE, READMITTED, Offence, Quarantine, quarantined
 from coordinator.fleet.update_norms import OneByOne, within_limits
-from coordinator.fleet.uploads import NO_EVIDENCE, Uploads, answer_to
 from coordinator.fleet.versions import Descent
-from coordinator.members import Watched
 from coordinator.registry import Kept, Registry
+from coordinator.roles import MAX_UNDER_WAY, SAYS_NOTHING, Intake
 from coordinator.store import DEVICES, EXPIRED, OFFERED, RECALLED_ROUNDS, Entry, Store
 from fedge import __version__, codec
-from fedge.background import Background
-from fedge.errors import MALFORMED, ConfigError, ProtocolError, StoreError, TransportError
-from fedge.identity import MAX_REVOCATIONS_BYTES, Role, Subject
+from fedge.errors import MALFORMED, ConfigError, ProtocolError
+from fedge.identity import MAX_REVOCATIONS_BYTES, Role
 from fedge.messages import (
     BEACON_S,
     MAX_LEFT_S,
-    Ack,
     Beacon,
     BlobRef,
     Codec,
@@ -80,13 +56,13 @@ from fedge.messages import (
     encode,
     is_outdated,
 )
-from fedge.sealed import Plain, Signed, speaker
-from fedge.step import Action, Refusal, Result, Unsupported, installed_steps, read_action, read_result
+from fedge.sealed import Signed
+from fedge.step import Action, Refusal, Unsupported, read_action, read_result
 from fedge.task import TaskSpec
 from fedge.tensors import Layout, Model, Tensors, from_bytes
-from fedge.topics import INTAKES, MODELS, Topics
+from fedge.topics import MODELS
 from fedge.transfer import Sender
-from fedge.transport import BrokerSettings, Inbound, Transport
+from fedge.transport import BrokerSettings, Inbound
 from fedge.weights import needed_on_devices
 
 log = logging.getLogger("fedge.coordinator")
@@ -96,20 +72,12 @@ SETTLE_S: Final = 15.0
 forgotten them, and they come back within the transport's back-off of 10 s."""
 GOODBYE_S: Final = 5.0
 """How long the last verdicts may take to leave: a device without one would repeat its report to nobody."""
-MAX_UNDER_WAY: Final = 16_384
-"""Orders and verdicts that wait for the broker. What is beyond is dropped: all of it is repeated anyway."""
 TOO_LONG: Final = (
     f"the list of revoked certificates is longer than one message ({MAX_REVOCATIONS_BYTES} bytes), and agents do not "
     "hear of it: copy crl.pem to each device, beside its ca_file, and start its agent again"
 )
-SAYS_NOTHING: Final = frozenset({"replayed-report", "unknown-order"})
-"""Refusals of what comes once more, which no device can help."""
 MAX_STRANGERS: Final = 100
 """Problems of names that are no device of ours: whoever invents some shows no more."""
-LINES_PER_MINUTE: Final = 60
-"""Of one kind of refusal; what is beyond is counted, and told with the first line of the next minute."""
-LOOK_S: Final = 3.0
-"""Pause between two looks at who belongs to the federation: a device that is revoked is nobody from then on."""
 KEEP_S: Final = 60.0
 """Pause between two writes of what devices said of themselves: they say it much more often than anybody needs it."""
 LOOK_AT_STORE_S: Final = 0.5
@@ -126,25 +94,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
 
-class Lines:
-    """Limits log lines of each kind: a flood of messages must not fill the disk."""
-
-    def __init__(self) -> None:
-        self._minute = 0
-        self._counted: Counter[str] = Counter()
-
-    def untold(self, kind: str, now: float) -> int | None:
-        """Whether to write a line of this kind now (seconds): how many were suppressed the minute before; None: no."""
-        untold = 0
-        if int(now // 60) != self._minute:
-            self._minute = int(now // 60)
-            untold = sum(max(n - LINES_PER_MINUTE, 0) for n in self._counted.values())
-            self._counted.clear()
-        self._counted[kind] += 1
-        return untold if self._counted[kind] <= LINES_PER_MINUTE else None
-
-
-class MqttFleet:
+class MqttFleet(Intake):
     """The `Fleet` of real devices. Async context manager: inside it, the fleet is connected.
 
     `problems`: the latest refusal, failure or silence by device id. `quarantined`: devices left out of this round.
@@ -187,6 +137,16 @@ class MqttFleet:
         issue: str = "",
         observe: Callable[[str, dict[str, Any]], None],
     ) -> None:
+        super().__init__(
+            broker,
+            store,
+            store.home,
+            federation=federation,
+            task=task,
+            layout=layout,
+            steps=steps,
+            role=Role.COORDINATOR,
+        )
         self.registry = Registry(task.fingerprint(), store.last_contexts(), no_relays, _kept_in(store))
         self.sites = None
         self.problems: dict[str, Problem] = {}
@@ -195,67 +155,46 @@ class MqttFleet:
         self.retired: frozenset[str] = frozenset()
         self.waiting = 0
         self._strangers: set[str] = set()  # among them
-        self._lines = Lines()
         self._paces = Paces()
         self._counted: Counter[str] = Counter()
-        self._store = store
         self._run = run
         self._issue = issue
-        self.task = task
-        self._layout = layout
         self._fingerprint = task.fingerprint()
-        self._steps = {**installed_steps(), **{kind.STEP: kind for kind in steps}}
         self._actions: dict[str, Action] = {}  # of the present step and of open streams, by order
         self._seed = seed
         self._deadline_s = deadline_s
         self._observe = observe
-        self._topics = Topics(federation)
-        self._signed, self._members = signing(broker, federation, store.home)
         if isinstance(self._signed, Signed) and (kept := store.recall("heard")):
             self._signed.heard = msgspec.json.decode(kept, type=dict[str, int])
-        self._transport = Transport(broker, self._topics.client_id("coordinator"))
-        self._fetching = Uploads(
-            self._transport, store.blobs.received(), store.blobs, self._topics, layout, self._seal_want
-        )
         self._sender = Sender(self._transport, self._model_file)
         self._offered: set[str] = set()
         self._traffic = (0, 0)
         self._round = 0
         self._devices: tuple[Device, ...] = ()
         self._n_samples: dict[str, int] = {}
-        self._early: dict[str, Report] = {}  # of open orders that are in no book yet, after a start
-        self._books: list[OrderBook] = []  # of the present step, and of streams with open orders
+        self._book = OrderBook()  # of the present step, and of streams
+        self._answered: dict[str, Entry] = {}  # orders of the present step, by device
+        self._open: set[str] = set()  # those among them that are
         self._streamed: dict[str, Order] = {}  # unyielded orders by id
         self._arrived: dict[str, Entry] = {}  # closed ones among them, by the store's numbers
-        self._uploads: dict[str, set[BlobRef]] = {}  # their uploads
-        self._overruled: dict[str, Ack] = {}  # verdicts of intakes that were faster
+        self._held: dict[str, frozenset[BlobRef]] = {}  # their uploads
         self._arrival = store.last_arrival()  # of the last closed order known to us
         self._something_happened = asyncio.Event()
-        self._last_change: asyncio.Future[None]  # of the store, including its consequences
-        self._background = Background(self._fail)
-        self._checks: dict[str, asyncio.Task[None]] = {}  # order id -> fetching and checking its report
-        self._under_way: set[tuple[str, str]] = set()  # topic, order
-        self._failure: asyncio.Future[None] | None = None
+        self._under_way: set[tuple[str, str]] = set()  # device, order
         self._settled_at = self._look_at = 0.0
         self._endless: list[asyncio.Task[None]] = []
-        self._open = contextlib.AsyncExitStack()
+        self._connected = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> Self:
-        loop = asyncio.get_running_loop()
-        self._failure, self._last_change = loop.create_future(), loop.create_future()
-        self._last_change.set_result(None)
         topics = self._topics
         await self._transport.subscribe(topics.agent("+", "status"), self._guard(self._on_status))
         await self._transport.subscribe(topics.agent("+", "context"), self._guard(self._on_context))
         await self._transport.subscribe(topics.agent("+", "health"), self._guard(self._on_health))
-        reports, wants = (
-            topics.shared(INTAKES, topics.agent("+", "reports")),
-            topics.shared(MODELS, topics.agent("+", "wants")),
-        )
-        await self._transport.subscribe(reports, self._guard(self._on_report))
+        await self._listen()
+        wants = topics.shared(MODELS, topics.agent("+", "wants"))
         await self._transport.subscribe(wants, self._guard(self._on_want))
         async with contextlib.AsyncExitStack() as stack:
-            stack.callback(self._fetching.close)
+            stack.callback(self._uploads.close)
             if isinstance(self._signed, Signed):
                 self._transport.on_connect(self._tell_revocations)
             self._transport.on_connect(self._tell_time)  # the last one: it goes on while the connection does
@@ -263,16 +202,15 @@ class MqttFleet:
             await stack.enter_async_context(self._sender)
             stack.push_async_exit(self._finish)
             self._endless.append(self._background.spawn(self._keep_devices_often()))
-            if self._members is not None:
-                self._endless.append(self._background.spawn(self._watch_members()))
-            self._open = stack.pop_all()
-        self._settled_at = loop.time() + SETTLE_S
+            self._endless.append(self._background.spawn(self._watch_members()))
+            self._connected = stack.pop_all()
+        self._settled_at = asyncio.get_running_loop().time() + SETTLE_S
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._open.__aexit__(kind, error, trace)
+        await self._connected.__aexit__(kind, error, trace)
 
     async def _finish(
         self, kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
@@ -355,18 +293,6 @@ class MqttFleet:
                 {"device": i, "round": number, "reason": "retired" if i in self.retired else "in quarantine"},
             )
 
-    def _accuse(self, device_id: str, name: str, detail: str) -> None:
-        """Store and log evidence against a device; it counts from the next round on."""
-
-        def suspect(new: bool) -> None:
-            if new and name == LONG_UPDATE:
-                log.warning("event=suspect name=%s device=%s detail=%r", name, device_id, detail)
-                self._note_problem(device_id, f"{name}: {detail}")
-
-        if self.registry.knows(device_id):
-            offence = Offence(device_id=device_id, round=self._round, name=name, detail=detail)
-            self._once_durable(self._store.accuse(offence), suspect)
-
     def readmit(self, ids: Iterable[str]) -> None:
         """Readmit devices with a clean slate, from the next round on.
 
@@ -422,7 +348,7 @@ class MqttFleet:
             self._actions[entry.order.id] = action
         self._hold(entries)
         if self._streamed:
-            await self._open_book(entries, dict.fromkeys((entry.order.device_id for entry in entries), MAX_LEFT_S))
+            await self._follow(entries, dict.fromkeys((entry.order.device_id for entry in entries), MAX_LEFT_S))
 
     def _learn(self, device_id: str, action: Action, answer: Answer, began: float) -> None:
         """Update a device's speed; it cannot have worked for longer than since the step began."""
@@ -455,29 +381,22 @@ class MqttFleet:
 
     async def run(self, label: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
         """Write the orders, send open ones, wait for their reports or the deadlines."""
-        self._fetching.norms.clear()
+        self._uploads.norms.clear()
         began = time.monotonic()
         actions, refused = self._asked(actions)
         entries = await self._write(label, actions)
-        book = self._books[-1]
-        self._take_up()
-        while not book.done:
+        self._answered = dict(entries)
+        self._open = {entry.order.id for entry in entries.values() if entry.status is OrderStatus.OPEN}
+        self._send_due()
+        while self._open:
             await self._wait()
-        await self._durable()
-        stored = await asyncio.to_thread(self._store.entries, self._round, label)
-        found = {entry.order.device_id: self._answer(entry) for entry in stored}
-        found = {i: found[i] for i in entries}
+        found = {i: self._answer(self._answered[i]) for i in sorted(entries)}
         for i, answer in found.items():
             self._learn(i, actions[i], answer, began)
             del self._actions[entries[i].order.id]
         checked_for = asyncio.to_thread(within_limits, found, actions, self._layout, self.norms)
         answers, doubted, suspects = await checked_for
-        for device, error in doubted.items():
-            self._refuse(error, self._topics.agent(device, "reports"), device)
-            self._accuse(device, error.name, str(error))
-        for device, detail in suspects.items():
-            self._accuse(device, LONG_UPDATE, detail)
-        await self._durable()
+        await self._doubt(self._round, doubted, suspects)
         return dict(sorted((answers | refused).items()))
 
     async def stream(
@@ -489,11 +408,11 @@ class MqttFleet:
         entries = await self._write(label, actions, streamed=True)
         self._hold(entries.values())
         self._arrived.clear()
-        await self._note_closed(lambda: self._store.streamed(self._round))
+        self._note_arrived(await asyncio.to_thread(self._store.streamed, self._round))
         guard = OneByOne(self._layout, self.norms, seen)
         for _, answer in sorted(refused.items()):
             yield answer
-        self._take_up()
+        self._send_due()
         while self._streamed:
             if not self._arrived:
                 await self._wait()
@@ -503,31 +422,41 @@ class MqttFleet:
             action, answer = self._actions[order.id], self._answer(entry)
             self._learn(order.device_id, action, answer, began)
             answer, error, suspect = await asyncio.to_thread(guard.believed, answer, action)
-            if error is not None:
-                self._refuse(error, self._topics.agent(order.device_id, "reports"), order.device_id)
-                self._accuse(order.device_id, error.name, str(error))
-            if suspect is not None:
-                self._accuse(order.device_id, LONG_UPDATE, suspect)
+            doubted = {} if error is None else {order.device_id: error}
+            await self._doubt(order.round, doubted, {} if suspect is None else {order.device_id: suspect})
             await asyncio.wrap_future(self._store.hand_out(order.id, self._round))
             self._let_go(order.id)
             yield answer
+
+    async def _doubt(self, number: int, refused: Mapping[str, ProtocolError], suspects: Mapping[str, str]) -> None:
+        """Store the evidence against devices of a round: updates that nobody believes, and suspicious ones."""
+        for i, error in refused.items():
+            self._refuse(error, i, self._topics.agent(i, "reports"))
+        found = [(i, error.name, str(error)) for i, error in refused.items()]
+        found += [(i, LONG_UPDATE, detail) for i, detail in suspects.items()]
+        new = await asyncio.gather(*(self._accuse(i, number, name, detail) for i, name, detail in found))
+        for (i, name, detail), first in zip(found, new, strict=True):
+            if first and name == LONG_UPDATE:
+                log.warning("event=suspect name=%s device=%s detail=%r", name, i, detail)
+                self._note_problem(i, f"{name}: {detail}")
 
     def _hold(self, entries: Iterable[Entry]) -> None:
         """Keep streamed orders, with their uploads, until their answers are yielded."""
         for entry in entries:
             self._streamed[entry.order.id] = entry.order
-            if entry.report is not None:
-                action = self._actions[entry.order.id]
-                self._note_uploads(entry.order, action, read_result(entry.report, action))
+            self._hold_uploads(entry)
 
-    def _note_uploads(self, order: Order, action: Action, result: Result) -> None:
-        if order.id in self._streamed and not isinstance(result, Refusal):
-            self._uploads[order.id] = set(action.uploads(result, self._layout))
+    def _hold_uploads(self, entry: Entry) -> None:
+        if entry.report is not None:
+            action = self._actions[entry.order.id]
+            result = read_result(entry.report, action)
+            uploads = () if isinstance(result, Refusal) else action.uploads(result, self._layout)
+            self._held[entry.order.id] = frozenset(uploads)
 
     def _let_go(self, order_id: str) -> None:
         del self._arrived[order_id], self._streamed[order_id], self._actions[order_id]
-        for ref in self._uploads.pop(order_id, ()):
-            self._fetching.norms.pop(ref, None)
+        for ref in self._held.pop(order_id, ()):
+            self._uploads.norms.pop(ref, None)
 
     def busy(self) -> frozenset[str]:
         """Devices with a streamed order whose answer has not been yielded."""
@@ -535,17 +464,18 @@ class MqttFleet:
 
     def end_streams(self) -> None:
         """Let open streamed orders expire, since nobody will take their answers."""
-        for order_id in self._streamed.keys() & self._checks.keys():
-            self._checks.pop(order_id).cancel()
+        for order_id in self._streamed:
+            self._give_up(order_id)
         self._store.end_streams(time.time())
-        for known in (self._books, self._streamed, self._arrived, self._actions, self._uploads, self._early):
+        self._book = OrderBook()
+        for known in (self._streamed, self._arrived, self._actions, self._held):
             known.clear()
 
     def needed(self) -> set[str]:
         """Digests of the tensors that streamed orders name, and of their uploads."""
         named = {ref.digest for i, order in self._streamed.items() for ref in blobs_of([order, self._actions[i]])}
         named |= {ref.digest for ref in blobs_of(needed_on_devices(self.task))}
-        return named | {ref.digest for brought in self._uploads.values() for ref in brought}
+        return named | {ref.digest for refs in (*self._held.values(), *self._brought.values()) for ref in refs}
 
     def accepted(self, number: int) -> set[str]:
         """Digests of the uploads for a round in progress, and of the tensors that open streams name."""
@@ -594,7 +524,7 @@ class MqttFleet:
         )
         self._observe("asked", {"label": label, "devices": len(entries)})
         self._actions |= {entry.order.id: actions[device] for device, entry in entries.items()}
-        await self._open_book(entries.values(), allowed_s)
+        await self._follow(entries.values(), allowed_s)
         return entries
 
     def _allowed_s(self, actions: Mapping[str, Action]) -> dict[str, float]:
@@ -602,65 +532,75 @@ class MqttFleet:
         exporting = [i for i, action in actions.items() if action.exports]
         return self._paces.allowed_s(works, least_s=self._deadline_s, exporting=exporting)
 
-    async def _open_book(self, entries: Collection[Entry], allowed_s: Mapping[str, float]) -> None:
+    async def _follow(self, entries: Collection[Entry], allowed_s: Mapping[str, float]) -> None:
         """Start following the open orders; from now on devices may fetch what open orders name."""
         named = (*self._actions.values(), *self._streamed.values(), *(entry.order for entry in entries))
         self._offered = {ref.digest for each in named for ref in blobs_of(each)}
         await asyncio.to_thread(self._store.keep, OFFERED, json.dumps(sorted(self._offered)))
         open_ = [entry.order for entry in entries if entry.status is OrderStatus.OPEN]
         timed = (msgspec.structs.replace(order, left_s=allowed_s[order.device_id]) for order in open_)
-        self._books = [book for book in self._books if not book.done]
-        self._books.append(OrderBook(timed, time.monotonic()))
+        self._book.add(timed, time.monotonic())
+        for order_id in self._taking.keys() & {order.id for order in open_}:  # its report came before
+            self._book.hold(order_id)
 
-    def _take_up(self) -> None:
-        """Send the orders of new books, and process the reports that came before these were opened."""
-        for order_id in [i for i in self._early if self._book_of(i)]:
-            self._feed(ReportReceived(self._early.pop(order_id)))
-        self._decide(Tick())
+    def _send_due(self) -> None:
+        """Send the orders that are due, and let those expire whose time is over."""
+        due = self._book.due(time.monotonic())
+        for order in due.expired:
+            self._give_up(order.id)
+            self._background.spawn(self._close(Entry(order=order, status=OrderStatus.EXPIRED, reason=EXPIRED)))
+        for order in due.sent:
+            self._send(order)
 
     async def _wait(self) -> None:
         """Wait until something happens or an order is due."""
-        due = [at for book in self._books if (at := book.next_wakeup()) is not None]
-        delay = max(min([*due, self._look_at]) - time.monotonic(), 0.01)
+        delay = max(min(self._book.next_wakeup(), self._look_at) - time.monotonic(), 0.01)
         self._something_happened.clear()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(delay):
                 await self._or_failure(self._something_happened.wait())
-        await self._look()
-        self._decide(Tick())
+        if time.monotonic() >= self._look_at:
+            await self.look()
+        self._send_due()
 
-    async def _look(self) -> None:
-        """Process the orders that were closed here or by intakes, by the store's numbers."""
-        if (now := time.monotonic()) >= self._look_at:
-            self._look_at = now + LOOK_AT_STORE_S
-            for entry in await self._note_closed(lambda: self._store.closed_since(self._arrival)):
-                self._arrival = entry.arrival
+    async def look(self) -> None:
+        """Learn which orders are closed, here and by intakes, and hold what they have brought."""
+        self._look_at = time.monotonic() + LOOK_AT_STORE_S
+        entries = await asyncio.to_thread(self._store.closed_since, self._arrival)
+        self._arrival = max([self._arrival, *(entry.arrival for entry in entries)])
+        self._note_arrived(entries)
 
-    async def _note_closed(self, read: Callable[[], Sequence[Entry]]) -> Sequence[Entry]:
-        """Process what a read of the store shows as closed, after what we are closing ourselves."""
-        entries = await asyncio.to_thread(read)
-        await self._durable()
+    def _note_arrived(self, entries: Iterable[Entry]) -> None:
+        """Process what the store shows as closed, here or by intakes, by its numbers."""
         for entry in entries:
-            order_id = entry.order.id
-            if entry.status is OrderStatus.OPEN:
-                continue
-            book = self._book_of(order_id)
-            if book is not None and book.status(order_id) not in CLOSED:
-                self._closed_by_intake(entry)
-                self._feed(Closed(order_id, accepted=entry.report is not None))
-            if order_id in self._streamed:
-                self._arrived[order_id] = entry
-        return entries
+            if entry.status is not OrderStatus.OPEN:
+                self._give_up(entry.order.id)
+                self._closed(entry)
+                if entry.order.id in self._streamed:
+                    self._arrived[entry.order.id] = entry
 
-    def _closed_by_intake(self, entry: Entry) -> None:
-        if (check := self._checks.pop(entry.order.id, None)) is not None:
-            check.cancel()
-        if entry.report is None:
-            self._lost(entry.order, "report_rejected", entry.reason)
+    def _closed(self, entry: Entry) -> None:
+        order = entry.order
+        if not self._book.close(order.id):
             return
-        action = self._actions[entry.order.id]
-        self._note_uploads(entry.order, action, read_result(entry.report, action))
-        self._accepted(entry.report)
+        if order.id in self._streamed:  # the store says when: an intake may have closed another one before it
+            self._hold_uploads(entry)
+            self._look_at = 0.0
+        elif order.id in self._open:
+            self._open.remove(order.id)
+            self._answered[order.device_id] = entry
+        self._something_happened.set()
+        told = {"device": order.device_id, "label": order.label}
+        if entry.report is None:
+            late = entry.status is OrderStatus.EXPIRED
+            event, reason = "order_expired" if late else "report_rejected", entry.reason
+            self._observe("closed", {**told, "reason": reason, "late": late})
+        else:
+            event, reason = f"order_{entry.report.outcome}", _trouble(entry.report)
+            self._observe("answer", told | self._told(entry.report, self._actions[order.id]))
+        if reason:
+            log.warning("event=%s device=%s order=%s reason=%r", event, order.device_id, order.id, reason)
+            self._note_problem(order.device_id, reason)
 
     def _answer(self, entry: Entry) -> Answer:
         order, report = entry.order, entry.report
@@ -700,41 +640,22 @@ class MqttFleet:
 
     # ------------------------------------------------------------------------------------------------------- inwards
 
-    def _guard(
-        self, handle: Callable[[str, Inbound], Awaitable[None] | None]
-    ) -> Callable[[Inbound], Coroutine[Any, Any, None]]:
-        """Drop messages that violate the contract: one line, one count, no change. A failed write ends the process."""
+    def _heard(self, device: str, inbound: Inbound) -> None:
+        if not (inbound.retained and self.registry.is_away(device)):
+            self.registry.heard(device, time.time())
 
-        async def guarded(inbound: Inbound) -> None:
-            device = self._topics.parts(inbound.topic)[1]
-            if not inbound.payload:  # a cleared retained message
-                return
-            try:
-                payload = self._signed.open(inbound.topic, inbound.payload, Role.DEVICE, name=device)
-                if (more := handle(device, dataclasses.replace(inbound, payload=payload))) is not None:
-                    await more
-                if not (inbound.retained and self.registry.is_away(device)):
-                    self.registry.heard(device, time.time())
-            except ProtocolError as error:
-                if error.name == "replayed" and inbound.topic.endswith("/status"):
-                    self.registry.doubt(device)
-                if error.name == "version" and is_outdated(inbound.payload):
-                    error = ProtocolError("version", outdated(device))
-                self._refuse(error, inbound.topic, device)
-            except StoreError as error:
-                self._fail(error)
+    def _explained(self, error: ProtocolError, device: str, inbound: Inbound) -> ProtocolError:
+        if error.name == "replayed" and inbound.topic.endswith("/status"):
+            self.registry.doubt(device)
+        if error.name == "version" and is_outdated(inbound.payload):
+            return ProtocolError("version", outdated(device))
+        return error
 
-        return guarded
-
-    def _refuse(self, error: ProtocolError, topic: str, device: str) -> None:
+    def _refuse(self, error: ProtocolError, device: str, topic: str) -> None:
+        super()._refuse(error, device, topic)
         self._counted[f"refused.{error.name}"] += 1  # stored with the round: a flood must not become a flood of writes
-        harmless = error.name in SAYS_NOTHING
-        level = logging.INFO if harmless else logging.WARNING
-        if (untold := self._lines.untold(error.name, time.monotonic())) is not None:
-            text = "event=refused name=%s device=%s topic=%s detail=%r untold=%d"
-            log.log(level, text, error.name, device, topic, str(error), untold)
         self.last_refused[error.name] = f"{device}: {error}"
-        if not harmless:
+        if error.name not in SAYS_NOTHING:
             self._note_problem(device, str(error))
 
     def _note_problem(self, device: str, reason: str) -> None:
@@ -764,24 +685,19 @@ class MqttFleet:
             self._note_problem(device, TWICE)
         if before != status.presence:
             self._observe("device", {"device": device, "presence": status.presence})
-        if appeared:
-            self._feed(DeviceAppeared(device))
+        for order in self._book.appeared(device, time.monotonic()) if appeared else ():
+            self._send(order)
 
     # ------------------------------------------------------------------------------------------------------- members
 
-    async def _watch_members(self) -> None:
-        """Check the list of members, and drop devices that no longer belong."""
-        assert self._members is not None
-        assert isinstance(self._signed, Signed)
-        while True:
-            await asyncio.sleep(LOOK_S)
-            if self._members.look(self._signed.authority):
-                for device in self.registry.presence():
-                    if not self._admits(device):
-                        log.warning("event=revoked device=%s", device)
-                        self._note_problem(device, "revoked: it does not belong to the federation any more")
-                        self.registry.forget(device)
-                await self._tell_revocations()
+    async def _members_changed(self) -> None:
+        """Drop devices that no longer belong."""
+        for device in self.registry.presence():
+            if not self._admits(device):
+                log.warning("event=revoked device=%s", device)
+                self._note_problem(device, "revoked: it does not belong to the federation any more")
+                self.registry.forget(device)
+        await self._tell_revocations()
 
     async def _tell_revocations(self) -> None:
         """Publish the revocations: devices must learn of a revoked coordinator."""
@@ -791,21 +707,15 @@ class MqttFleet:
                 text = "event=revocations_not_told bytes=%d reason=%r"
                 log.error(text, len(revocations), TOO_LONG)
                 return
-            await self._retain(self._topics.revocations, revocations)
+            await self._publish(self._topics.revocations, revocations, retain=True)
 
     async def _tell_time(self) -> None:
         """Publish our time and version while connected: devices compare theirs (`fedge doctor`)."""
         topic = self._topics.beacon
         while True:
             beacon = Beacon(at=time.time(), fedge_version=__version__)
-            await self._retain(topic, self._signed.seal(topic, encode(beacon)))
+            await self._publish(topic, self._signed.seal(topic, encode(beacon)), retain=True)
             await asyncio.sleep(BEACON_S)
-
-    async def _retain(self, topic: str, payload: bytes) -> None:
-        try:
-            await self._transport.publish(topic, payload, retain=True)
-        except (TransportError, ValueError) as error:
-            log.error("event=publish_refused topic=%s reason=%r", topic, str(error))  # noqa: TRY400 - the text is all
 
     # -------------------------------------------------------------------------------------------------- what they say
 
@@ -818,147 +728,22 @@ class MqttFleet:
     def _on_want(self, device: str, inbound: Inbound) -> None:
         self._sender.want_of(device, inbound.payload, self._topics)
 
-    def _on_report(self, device: str, inbound: Inbound) -> Awaitable[None] | None:
-        report = decode(inbound.payload, Report)
-        if report.device_id != device:
-            raise ProtocolError("foreign-id", f"{device} speaks for {report.device_id}")
-        book = self._book_of(report.order_id)
-        if book is None or book.status(report.order_id) in CLOSED:
-            return self._answer_late(report)
-        self._feed(ReportReceived(report))
-        return None
-
-    async def _answer_late(self, report: Report) -> None:
-        """Repeat the verdict on a closed order's report. An unknown order is reported as not open."""
-        entry = await asyncio.to_thread(self._store.entry, report.order_id)
-        if entry is None:
-            self._perform(
-                Tell(Ack(order_id=report.order_id, device_id=report.device_id, accepted=False, reason="unknown-order"))
-            )
-            raise ProtocolError("unknown-order", report.order_id)
-        if entry.order.device_id != report.device_id:
-            raise ProtocolError("foreign-id", f"{report.device_id} reports an order of {entry.order.device_id}")
-        if entry.status is not OrderStatus.OPEN:
-            accepted = entry.status is OrderStatus.ACCEPTED
-            self._perform(Tell(verdict(entry.order, accepted=accepted, reason=entry.reason)))
-            raise ProtocolError("replayed-report", f"{report.order_id} is {entry.status}")
-        if self._book_of(report.order_id):  # opened meanwhile
-            self._feed(ReportReceived(report))
-        else:
-            self._early[report.order_id] = report
-
-    # ------------------------------------------------------------------------------------------------------- deciding
-
-    def _feed(self, event: Event) -> None:
-        """Let the books decide on an external event, and wake `run`."""
-        self._decide(event)
-        self._something_happened.set()
-
-    def _decide(self, event: Event) -> None:
-        now = time.monotonic()
-        for book in self._books_of(event):
-            for action in book.handle(event, now):
-                self._perform(action)
-
-    def _books_of(self, event: Event) -> list[OrderBook]:
-        """The books that an event concerns: that of its order, or all."""
-        match event:
-            case ReportReceived(report):
-                book = self._book_of(report.order_id)
-            case Checked(order_id) | Closed(order_id):
-                book = self._book_of(order_id)
-            case _:
-                return self._books
-        return [book] if book else []
-
-    def _book_of(self, order_id: str) -> OrderBook | None:
-        return next((book for book in self._books if book.status(order_id) is not None), None)
+    def _order(self, order_id: str) -> Order | None:
+        if (order := self._book.order(order_id)) is not None:
+            self._book.hold(order_id)
+        return order
 
     def note(self, event: str, fields: Mapping[str, object]) -> None:
         """Pass on an event for people."""
         self._observe(event, dict(fields))
 
-    def _told(self, report: Report) -> dict[str, Any]:
+    def _told(self, report: Report, action: Action) -> dict[str, Any]:
         """The public part of a report; `accuracy`: of the start model, if reported."""
-        accuracy = None
+        told: dict[str, Any] = {"result": str(report.outcome), "seconds": report.seconds}
         if report.outcome is Outcome.DONE:
-            accuracy = getattr(read_result(report, self._actions[report.order_id]), "val_accuracy", None)
-        label = report.order_id.split(".", 2)[2].removesuffix(f".{report.device_id}")
-        told = {"device": report.device_id, "label": label, "result": str(report.outcome), "seconds": report.seconds}
-        return told if accuracy is None else {**told, "accuracy": accuracy}
-
-    def _once_durable(self, change: Future[Any] | None, then: Callable[[Any], Awaitable[None] | None]) -> None:
-        """Run `then` with the change's result once it and all earlier ones are stored; None: once those are."""
-        before, own = self._last_change, asyncio.wrap_future(change) if change is not None else None
-
-        async def wait() -> None:
-            await before
-            if (more := then(None if own is None else await own)) is not None:
-                await more
-
-        self._last_change = self._background.spawn(wait())
-
-    async def _durable(self) -> None:
-        """Wait until all changes so far, and their consequences, are done."""
-        await self._or_failure(asyncio.shield(self._last_change))
-
-    def _closed(self, order_id: str) -> None:
-        """Have the store say when a streamed order was closed: an intake may have closed another one before it."""
-        if order_id in self._streamed:
-            self._look_at = 0.0
-            self._something_happened.set()
-
-    def _perform(self, action: BookAction) -> None:
-        match action:
-            case Send(order):
-                self._send(order)
-            case Check(order, report):
-                self._checks[order.id] = self._background.spawn(self._check(order, report))
-            case Accept(report):
-                self._close(report.order_id, self._store.accept(report, time.time()), lambda: self._accepted(report))
-            case Reject(order, reason):
-                change = self._store.reject(order.id, reason, time.time())
-                self._close(order.id, change, lambda: self._lost(order, "report_rejected", reason))
-            case Expire(order):
-                if order.id in self._checks:
-                    self._checks.pop(order.id).cancel()
-                change = self._store.expire(order.id, time.time())
-                self._close(order.id, change, lambda: self._lost(order, "order_expired", EXPIRED))
-            case Tell(ack):
-                topic = self._topics.agent(ack.device_id, "acks")
-                told = self._overruled
-                self._once_durable(None, lambda _: self._publish(topic, told.pop(ack.order_id, ack), expires_in_s=3600))
-
-    def _close(self, order_id: str, change: Future[bool], note: Callable[[], None]) -> None:
-        """Process a change that closes an order, or an intake's earlier closing of it."""
-
-        async def closed(ours: bool) -> None:
-            if ours:
-                note()
-                return
-            entry = await asyncio.to_thread(self._store.entry, order_id)
-            assert entry is not None
-            accepted = entry.status is OrderStatus.ACCEPTED
-            self._overruled[order_id] = verdict(entry.order, accepted=accepted, reason=entry.reason)
-            if order_id in self._actions:  # otherwise its answer has been handed out meanwhile
-                self._closed_by_intake(entry)
-
-        self._once_durable(change, closed)
-
-    def _accepted(self, report: Report) -> None:
-        self._closed(report.order_id)
-        kind = str(report.outcome)
-        self._observe("answer", self._told(report))
-        if reason := _trouble(report):
-            log.warning("event=order_%s device=%s order=%s reason=%r", kind, report.device_id, report.order_id, reason)
-            self._note_problem(report.device_id, reason)
-
-    def _lost(self, order: Order, event: str, reason: str) -> None:
-        self._closed(order.id)
-        told = {"device": order.device_id, "label": order.label, "reason": reason}
-        self._observe("closed", {**told, "late": event == "order_expired"})
-        log.warning("event=%s device=%s order=%s reason=%r", event, order.device_id, order.id, reason)
-        self._note_problem(order.device_id, reason)
+            accuracy = getattr(read_result(report, action), "val_accuracy", None)
+            return told if accuracy is None else {**told, "accuracy": accuracy}
+        return told
 
     def _send(self, order: Order) -> None:
         unknown = self.registry.incarnation(order.device_id) is None
@@ -967,60 +752,25 @@ class MqttFleet:
         if self.registry.is_away(order.device_id):
             return  # likewise: the broker need not hold what is repeated for hours
         log.debug("event=order_sent order=%s device=%s", order.id, order.device_id)
-        self._publish(self._topics.agent(order.device_id, "orders"), order, expires_in_s=max(int(order.left_s), 1))
-
-    def _admits(self, device: str) -> bool:
-        """Whether it belongs to the federation, as a device or a relay."""
-        return self._members is None or any(self._members.admits(device, r) for r in (Role.DEVICE, Role.RELAY))
-
-    def _seal_want(self, topic: str, payload: bytes) -> bytes:
-        """Sign for the agent's present incarnation; a restarted one gets the next want."""
-        return self._seal(topic, payload, topic.rpartition("/")[2])
-
-    def _seal(self, topic: str, payload: bytes, device: str) -> bytes:
-        return self._signed.seal(topic, payload, to=self.registry.incarnation(device) or "")
-
-    def _publish(self, topic: str, message: Order | Ack, *, expires_in_s: int) -> None:
-        key = topic, message.id if isinstance(message, Order) else message.order_id
+        key = order.device_id, order.id
         if key not in self._under_way and len(self._under_way) < MAX_UNDER_WAY:
             self._under_way.add(key)
-            payload = self._seal(topic, encode(message), message.device_id)
-            self._background.spawn(self._deliver(key, payload, expires_in_s))
+            self._background.spawn(self._deliver(key, order))
 
-    async def _deliver(self, key: tuple[str, str], payload: bytes, expires_in_s: int) -> None:
-        topic, _ = key
+    async def _deliver(self, key: tuple[str, str], order: Order) -> None:
+        topic = self._topics.agent(order.device_id, "orders")
+        payload = self._seal(topic, encode(order), order.device_id)
         try:
-            await self._transport.publish(topic, payload, expires_in_s=expires_in_s)
-        except (TransportError, ValueError) as error:  # only this device's topic is affected
-            log.error("event=publish_refused topic=%s reason=%r", topic, str(error))  # noqa: TRY400
+            await self._publish(topic, payload, expires_in_s=max(int(order.left_s), 1))
         finally:
             self._under_way.discard(key)
 
-    async def _check(self, order: Order, report: Report) -> None:
-        """Check that a report answers its order, then fetch and check its tensors."""
-        error = None
-        action = self._actions[order.id]
-        try:
-            result = answer_to(order, action, report, self.task, self._signed)
-            if not isinstance(result, Refusal):
-                self._note_uploads(order, action, result)
-                for ref, layout in action.uploads(result, self._layout).items():
-                    await self._fetching.fetch(ref, order.device_id, layout)
-        except ProtocolError as refusal:
-            self._refuse(refusal, self._topics.agent(order.device_id, "reports"), order.device_id)
-            if refusal.name not in NO_EVIDENCE:
-                self._accuse(order.device_id, refusal.name, str(refusal))
-            error = str(refusal)
-        except TransportError as refusal:
-            error = f"the broker does not let us fetch it: {refusal}"
-        if not self._admits(order.device_id):
-            error = f"revoked: {order.device_id} does not belong to the federation any more"
-        self._checks.pop(order.id, None)
-        self._feed(Checked(order.id, error))
+    def _incarnation(self, device: str) -> str:
+        return self.registry.incarnation(device) or ""
 
     def norms(self, ref: BlobRef, layout: Layout) -> codec.Norms:
         """As measured on arrival for updates of this step; others are read."""
-        return self._fetching.norms.get(ref) or codec.check(self._store.blobs.get(ref.digest), ref.codec, layout)
+        return self._uploads.norms.get(ref) or codec.check(self._store.blobs.get(ref.digest), ref.codec, layout)
 
     def _model_file(self, digest: str) -> Path | None:
         """Devices get only what they were told of: the updates of others are in the same folder."""
@@ -1028,17 +778,12 @@ class MqttFleet:
 
     # --------------------------------------------------------------------------------------------------------- tasks
 
-    def _fail(self, error: BaseException) -> None:
-        if self._failure is not None and not self._failure.done():
-            self._failure.set_exception(error)
-
     async def rest(self, seconds: float) -> None:
         """Wait for this time, or until a background task fails, which is raised."""
         await self._or_failure(asyncio.sleep(seconds))
 
     async def _or_failure(self, work: Awaitable[Any]) -> Any:
         """Wait for something, or until a background task fails, which is raised."""
-        assert self._failure is not None
         waiting = asyncio.ensure_future(work)
         try:
             await asyncio.wait({waiting, self._failure}, return_when=asyncio.FIRST_COMPLETED)
@@ -1054,23 +799,6 @@ def _kept_in(store: Store) -> dict[str, Kept]:
     with contextlib.suppress(*MALFORMED):
         return msgspec.json.decode(store.recall(DEVICES) or "{}", type=dict[str, Kept])
     return {}
-
-
-def signing(
-    broker: BrokerSettings, federation: str, home: Path, role: Role = Role.COORDINATOR
-) -> tuple[Plain | Signed, Watched | None]:
-    """Our identity and, if messages are signed, the federation's members.
-
-    Raises:
-        ConfigError: the certificate is not of this role in this federation, or there is no list of members.
-    """
-    signed = speaker(broker, Subject(federation, role, role), home)
-    if isinstance(signed, Plain):
-        return signed, None
-    assert broker.ca_file is not None
-    members = Watched(Path(broker.ca_file).parent, federation)
-    signed.admit = members.admit
-    return signed, members
 
 
 def outdated(device: str) -> str:

@@ -19,7 +19,6 @@ from fedge.codec import Codec
 from fedge.errors import ConfigError
 from fedge.messages import BlobRef, Order
 from fedge.sgd import Sgd
-from fedge.step import installed_steps
 from fedge.steps.train import Start, Train
 from fedge.tensors import to_bytes
 from tests.support.broker import settings
@@ -45,16 +44,14 @@ async def device(one_broker: LocalBroker, tmp_path: Path) -> AsyncIterator[RawDe
 @pytest.fixture
 async def intake(one_broker: LocalBroker, store: Store, tmp_path: Path) -> AsyncIterator[None]:
     with contextlib.closing(Store(tmp_path, intake=True)) as opened, own_folder(tmp_path) as folder:
-        made = Intake(
-            settings(one_broker), opened, folder, federation="f", task=TASK, layout=LAYOUT, steps=installed_steps()
-        )
+        made = Intake(settings(one_broker), opened, folder, federation="f", task=TASK, layout=LAYOUT)
         async with running(made):
             yield
 
 
 @contextlib.asynccontextmanager
 async def running(helper: Intake | BlobServer) -> AsyncIterator[None]:
-    work = asyncio.create_task(helper.run())
+    work = asyncio.create_task(helper.serve())
     try:
         async with asyncio.timeout(WAIT_S):
             while not helper._transport.connected:  # noqa: ASYNC110 - its devices repeat nothing

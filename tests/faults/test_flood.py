@@ -8,7 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from coordinator.fleet.mqtt import LINES_PER_MINUTE, MAX_STRANGERS
+from coordinator.fleet.mqtt import MAX_STRANGERS
+from coordinator.roles import LINES_PER_MINUTE
 from fedge.broker import LocalBroker
 from fedge.messages import Presence, Status, encode
 from fedge.topics import Topics

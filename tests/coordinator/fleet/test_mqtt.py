@@ -19,7 +19,7 @@ import pytest
 
 from coordinator.fleet import Answer, checking, mqtt
 from coordinator.fleet.mqtt import MqttFleet
-from coordinator.fleet.orders import OrderStatus, ReportReceived, Tick
+from coordinator.fleet.orders import OrderStatus
 from coordinator.store import DEVICES, EXPIRED, Entry, Store
 from fedge import codec
 from fedge.broker import LocalBroker
@@ -161,25 +161,25 @@ async def test_an_answer_that_an_intake_accepted_first_may_be_handed_out_before_
     stream = fleet.stream("s", {"a": train(fleet)})
     first = asyncio.create_task(anext(stream))
     order, result = await a.order("s"), a.trained(0.5)
-    store.blobs.put(a.blobs[result.update.digest])
+    accept, entry = store.accept, store.entry
     report = report_of(order, result, 0.5)
-    durable, entry = fleet._durable, store.entry
 
-    async def checked_meanwhile() -> None:
-        """After the store was read, our own check of a repeated report comes to its end."""
-        monkeypatch.setattr(fleet, "_durable", durable)
-        fleet._feed(ReportReceived(report))
-        await until(lambda: fleet._books[0].done)
+    def later(report: Report, now: float) -> Any:
+        """While our own check of the report comes to its end, the intake's has been stored."""
+        intake.accept(report, time.time()).result()
+        return accept(report, now)
 
     def slowly(order_id: str) -> Entry | None:
         time.sleep(0.3)
         return entry(order_id)
 
+    monkeypatch.setattr(store, "accept", later)
     monkeypatch.setattr(store, "entry", slowly)
-    intake.accept(report, time.time()).result()
-    monkeypatch.setattr(fleet, "_durable", checked_meanwhile)
+    fleet._look_at = 0.0
+    await a.say("reports", report)
     assert (await first).device_id == "a"
     assert [answer async for answer in stream] == []
+    assert (await a.ack(order.id)).accepted
     await fleet.rest(0.6)  # raises what failed in the background
 
 
@@ -205,14 +205,14 @@ async def test_a_silent_device_holds_up_nobody_beyond_the_deadline(
 ) -> None:
     fleet, (a, _) = await federation(stack, one_broker, store, "a", "silent", deadline_s=5)
     ticks = 0
-    decide = fleet._decide
+    send_due = fleet._send_due
 
-    def counting(event: Any) -> None:
+    def counting() -> None:
         nonlocal ticks
-        ticks += event == Tick()
-        decide(event)
+        ticks += 1
+        send_due()
 
-    fleet._decide = counting  # type: ignore[method-assign]
+    fleet._send_due = counting  # type: ignore[method-assign]
     action = train(fleet)
     running = asyncio.create_task(fleet.run("train", {"a": action, "silent": action}))
     await a.report(await a.order("train"), Declined(why=Why.HOT))
@@ -534,7 +534,7 @@ async def test_an_update_that_never_comes_is_given_up_at_the_deadline(
     await bad.report(await bad.order("train"), result)
     assert await running == {"bad": Answer("bad", None)}
     await asyncio.sleep(0)  # the cancelled fetch ends
-    assert not fleet._checks
+    assert not fleet._taking
     await until(lambda: not any("/blobs/" in topic for topic in fleet._transport._subscriptions))
 
 

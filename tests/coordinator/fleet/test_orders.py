@@ -1,7 +1,8 @@
-"""The life of an order, as whole lists of actions; all invariants are checked after every event."""
+"""When orders are sent and expire; all invariants are checked after every event. test_mqtt.py has their verdicts."""
 
 from __future__ import annotations
 
+import math
 import sys
 from types import FrameType
 
@@ -10,33 +11,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from coordinator.fleet.orders import (
-    CLOSED,
-    FIRST_RESEND_S,
-    LAST_RESEND_S,
-    TRANSITIONS,
-    WAITING,
-    Accept,
-    Action,
-    Cause,
-    Check,
-    Checked,
-    Closed,
-    DeviceAppeared,
-    Event,
-    Expire,
-    OrderBook,
-    OrderStatus,
-    Reject,
-    ReportReceived,
-    Send,
-    Tell,
-    Tick,
-)
-from fedge.errors import ProtocolError
-from fedge.messages import Ack, Order, Outcome, Report
+from coordinator.fleet.orders import FIRST_RESEND_S, LAST_RESEND_S, Due, OrderBook
+from fedge.messages import Order
 
 DEADLINE = 60.0
+A = "r.1.s.a"
 
 
 def order(device: str = "a", left_s: float = DEADLINE) -> Order:
@@ -54,136 +33,69 @@ def order(device: str = "a", left_s: float = DEADLINE) -> Order:
     )
 
 
-def report(device: str = "a", *, by: str | None = None) -> Report:
-    return Report(order_id=f"r.1.s.{device}", device_id=by or device, seconds=1.0, outcome=Outcome.DONE)
-
-
-def ack(device: str = "a", *, accepted: bool = True, reason: str = "") -> Ack:
-    return Ack(order_id=f"r.1.s.{device}", device_id=device, accepted=accepted, reason=reason)
-
-
-def book_at(status: OrderStatus) -> OrderBook:
-    """A book whose only order stands there, at time 1."""
-    events: dict[OrderStatus, list[Event]] = {
-        OrderStatus.OPEN: [],
-        OrderStatus.SENT: [Tick()],
-        OrderStatus.CHECKING: [ReportReceived(report())],
-        OrderStatus.ACCEPTED: [ReportReceived(report()), Checked("r.1.s.a")],
-        OrderStatus.REJECTED: [ReportReceived(report()), Checked("r.1.s.a", "bad")],
-        OrderStatus.EXPIRED: [],
-    }
-    book = OrderBook([order(left_s=1.0 if status is OrderStatus.EXPIRED else DEADLINE)])
-    for event in events[status]:
-        book.handle(event, 1.0)
-    if status is OrderStatus.EXPIRED:
-        book.handle(Tick(), 1.0)
-    assert book.status("r.1.s.a") is status
+def book_of(*orders: Order) -> OrderBook:
+    book = OrderBook()
+    book.add(orders, 0.0)
     return book
 
 
-def test_a_good_report_is_committed_before_the_device_is_told() -> None:
-    book = OrderBook([order("a"), order("b")])
-    assert book.handle(Tick(), 0.0) == [Send(order("a")), Send(order("b"))]
-    assert book.handle(ReportReceived(report("b")), 1.0) == [Check(order("b"), report("b"))]
-    assert book.handle(Checked("r.1.s.b"), 1.5) == [Accept(report("b")), Tell(ack("b"))]
-    assert not book.done
-    assert book.handle(ReportReceived(report("a")), 1.6) == [Check(order("a"), report("a"))]
-    assert book.handle(Checked("r.1.s.a"), 1.7) == [Accept(report("a")), Tell(ack("a"))]
-    assert book.done
-    assert book.next_wakeup() is None
-
-
-def test_a_bad_report_is_rejected_with_its_reason() -> None:
-    book = book_at(OrderStatus.CHECKING)
-    told = Tell(ack(accepted=False, reason="not-finite: NaN"))
-    assert book.handle(Checked("r.1.s.a", "not-finite: NaN"), 2.0) == [Reject(order(), "not-finite: NaN"), told]
-
-
-@pytest.mark.parametrize("status", sorted(CLOSED))
-def test_a_report_for_an_order_that_is_closed_changes_nothing(status: OrderStatus) -> None:
-    """The shell answers it from the store (test_mqtt.py)."""
-    book = book_at(status)
-    for now in (2.0, 1000.0):
-        assert book.handle(ReportReceived(report()), now) == []
-        assert book.status("r.1.s.a") is status
-
-
-@pytest.mark.parametrize("accepted", [True, False])
-@pytest.mark.parametrize("status", sorted(set(OrderStatus) - CLOSED))
-def test_an_order_that_an_intake_closed_is_closed_and_nobody_is_told_again(status: OrderStatus, accepted: bool) -> None:
-    book = book_at(status)
-    assert book.handle(Closed("r.1.s.a", accepted), 2.0) == []
-    assert book.status("r.1.s.a") is (OrderStatus.ACCEPTED if accepted else OrderStatus.REJECTED)
-    assert book.done
-    assert book.handle(Checked("r.1.s.a"), 3.0) == [], "our own check of it was under way"
-
-
-def test_a_report_that_comes_again_while_it_is_checked_is_ignored() -> None:
-    assert book_at(OrderStatus.CHECKING).handle(ReportReceived(report()), 2.0) == []
+def test_orders_are_due_at_once_and_an_order_that_is_closed_no_more() -> None:
+    book = book_of(order("a"), order("b"))
+    assert book.due(0.0) == Due([order("a"), order("b")], [])
+    assert book.close(A)
+    assert not book.close(A)
+    assert book.order(A) is None
+    assert book.due(FIRST_RESEND_S) == Due([order("b", left_s=DEADLINE - FIRST_RESEND_S)], [])
+    assert book.close("r.1.s.b")
+    assert book.next_wakeup() == math.inf
 
 
 def test_an_order_is_repeated_ever_more_slowly_until_its_deadline() -> None:
-    book = OrderBook([order(left_s=200.0)])
-    sent, now = [], 0.0
-    while not book.done:
-        sent += [now for action in book.handle(Tick(), now) if isinstance(action, Send)]
-        now = book.next_wakeup() or now
+    book = book_of(order(left_s=200.0))
+    sent, now, expired = [], 0.0, []
+    while not expired:
+        due = book.due(now)
+        sent += [now for _ in due.sent]
+        now, expired = min(book.next_wakeup(), 200.0), due.expired
     assert sent == [0, 2, 6, 14, 30, 60, 90, 120, 150, 180]
-    assert book.status("r.1.s.a") is OrderStatus.EXPIRED
-    assert now == 200.0
+    assert (expired, now) == ([order(left_s=200.0)], 200.0)
 
 
 def test_a_device_that_is_back_gets_its_order_at_once_and_only_its_own() -> None:
-    book = OrderBook([order("a"), order("b")])
+    book = book_of(order("a"), order("b"))
     for now in (0.0, 2.0, 6.0):
-        book.handle(Tick(), now)
-    assert book.handle(DeviceAppeared("a"), 7.0) == [Send(order("a", left_s=DEADLINE - 7.0))]
+        book.due(now)
+    assert book.appeared("a", 7.0) == [order("a", left_s=DEADLINE - 7.0)]
     again = 7.0 + FIRST_RESEND_S  # as patient as at first
-    assert book.handle(Tick(), again) == [Send(order("a", left_s=DEADLINE - again))]
-    assert book.handle(DeviceAppeared("stranger"), 10.0) == []
+    assert book.due(again) == Due([order("a", left_s=DEADLINE - again)], [])
+    assert book.appeared("stranger", 10.0) == []
 
 
-@pytest.mark.parametrize("status", sorted(CLOSED | {OrderStatus.CHECKING}, key=str))
-def test_an_order_that_is_answered_is_not_sent_again(status: OrderStatus) -> None:
-    assert book_at(status).handle(DeviceAppeared("a"), 2.0) == []
+@pytest.mark.parametrize("sent", [True, False])
+def test_an_order_that_is_answered_is_not_sent_again_and_expires_if_its_report_is_never_checked(sent: bool) -> None:
+    """Where it was not sent yet, its report is from before a restart."""
+    book = book_of(order())
+    if sent:
+        book.due(0.0)
+    book.hold(A)
+    assert book.order(A) == order()
+    assert book.appeared("a", 1.0) == []
+    assert book.next_wakeup() == DEADLINE
+    assert book.due(DEADLINE) == Due([], [order()])
 
 
-@pytest.mark.parametrize("status", [OrderStatus.OPEN, OrderStatus.SENT, OrderStatus.CHECKING])
-def test_the_deadline_closes_an_open_order(status: OrderStatus) -> None:
-    book = book_at(status)
-    assert book.handle(Tick(), DEADLINE) == [Expire(order())]
-    assert book.done
-    assert book.handle(Tick(), DEADLINE + 1) == []
+def test_an_order_whose_time_is_over_is_told_once_and_open_until_the_store_has_closed_it() -> None:
+    book = book_of(order())
+    assert book.due(DEADLINE) == Due([], [order()])
+    assert book.due(DEADLINE + 1) == Due([], [])
+    assert book.appeared("a", DEADLINE + 2) == []
+    assert book.next_wakeup() == math.inf
+    assert book.order(A) == order()
+    assert book.close(A)
 
 
-def test_a_report_at_the_deadline_is_too_late_and_one_before_it_is_not() -> None:
-    assert book_at(OrderStatus.SENT).handle(ReportReceived(report()), DEADLINE) == [Expire(order())]
-    assert Check(order(), report()) in book_at(OrderStatus.SENT).handle(ReportReceived(report()), DEADLINE - 0.001)
-
-
-def test_a_check_that_ends_after_the_deadline_changes_nothing() -> None:
-    book = book_at(OrderStatus.CHECKING)
-    book.handle(Tick(), DEADLINE)
-    assert book.handle(Checked("r.1.s.a"), DEADLINE + 1) == []
-    assert book.status("r.1.s.a") is OrderStatus.EXPIRED
-
-
-def test_a_report_of_an_order_from_before_a_restart_is_taken() -> None:
-    assert book_at(OrderStatus.OPEN).handle(ReportReceived(report()), 2.0) == [Check(order(), report())]
-
-
-@pytest.mark.parametrize(("wrong", "name"), [(report("x"), "unknown-order"), (report("a", by="b"), "foreign-id")])
-def test_refused_reports_change_nothing(wrong: Report, name: str) -> None:
-    book = OrderBook([order("a")])
-    with pytest.raises(ProtocolError) as caught:
-        book.handle(ReportReceived(wrong), 1.0)
-    assert caught.value.name == name
-    assert book.status("r.1.s.a") is OrderStatus.OPEN
-
-
-def test_the_table_leads_from_every_open_phase_to_an_end_and_nowhere_from_an_end() -> None:
-    assert {status for status, _ in TRANSITIONS} == set(OrderStatus) - CLOSED
-    assert all((status, Cause.EXPIRED) in TRANSITIONS for status in set(OrderStatus) - CLOSED)
+def test_a_device_that_is_back_at_the_deadline_gets_nothing() -> None:
+    assert book_of(order()).appeared("a", DEADLINE) == []
 
 
 def lines_run(n: int) -> int:
@@ -195,19 +107,19 @@ def lines_run(n: int) -> int:
         lines += event == "line"
         return count
 
-    events: list[Event] = [Tick()]
-    for i in range(n):
-        events += [DeviceAppeared(f"d{i}"), ReportReceived(report(f"d{i}")), Checked(f"r.1.s.d{i}")]
-    book = OrderBook([order(f"d{i}") for i in range(n)])
+    book = book_of(*(order(f"d{i}") for i in range(n)))
     before = sys.gettrace()
     sys.settrace(count)
     try:
-        for event in events:
-            book.handle(event, 1.0)
+        for i in range(n):
+            book.due(1.0)
+            book.appeared(f"d{i}", 1.0)
+            book.hold(f"r.1.s.d{i}")
+            book.close(f"r.1.s.d{i}")
             book.next_wakeup()
-            assert book.done == (event is events[-1])
     finally:
         sys.settrace(before)
+    assert book.next_wakeup() == math.inf
     return lines
 
 
@@ -216,70 +128,58 @@ def test_a_step_costs_in_proportion_to_its_devices() -> None:
 
 
 class Life(RuleBasedStateMachine):
-    """Any events in any order and at any time: an order closes once, and what was said of it stays true."""
+    """Any events in any order and at any time: what is answered or over is never sent, and expires once."""
 
     @initialize()
     def open(self) -> None:
         self.now = 0.0
-        self.book = OrderBook([order("a"), order("b", left_s=30.0)])
-        self.closed: dict[str, Action] = {}
-        self.checking: set[str] = set()
+        self.book = book_of(order("a"), order("b", left_s=30.0))
+        self.silent: set[str] = set()  # what must not be sent
+        self.expired: set[str] = set()
+        self.closed: set[str] = set()
 
-    def feed(self, event: Event) -> None:
-        for action in self.book.handle(event, self.now):
-            match action:
-                case Accept(report=r):
-                    self.close(r.order_id, action)
-                case Reject(order=o) | Expire(order=o):
-                    self.close(o.id, action)
-                case Tell(ack=a):
-                    assert a.accepted == isinstance(self.closed[a.order_id], Accept)
-                case Check(order=o):
-                    assert o.id not in self.checking
-                    self.checking.add(o.id)
-                case Send(order=o):
-                    assert o.id not in self.closed
-                    assert self.now + o.left_s == pytest.approx(DEADLINE if o.device_id == "a" else 30.0)
-                    assert o.left_s > 0
-
-    def close(self, order_id: str, action: Action) -> None:
-        assert order_id not in self.closed
-        self.closed[order_id] = action
+    def sent(self, orders: list[Order]) -> None:
+        for o in orders:
+            assert o.device_id not in self.silent
+            assert self.now + o.left_s == pytest.approx(DEADLINE if o.device_id == "a" else 30.0)
+            assert o.left_s > 0
 
     @rule(device=st.sampled_from("ab"))
     def reported(self, device: str) -> None:
-        self.feed(ReportReceived(report(device)))
+        if device not in self.closed:
+            self.book.hold(f"r.1.s.{device}")
+            self.silent.add(device)
 
-    @rule(device=st.sampled_from("ab"), error=st.sampled_from([None, "bad"]))
-    def checked(self, device: str, error: str | None) -> None:
-        if f"r.1.s.{device}" in self.checking:
-            self.feed(Checked(f"r.1.s.{device}", error))
+    @rule(device=st.sampled_from("ab"))
+    def is_closed(self, device: str) -> None:
+        assert self.book.close(f"r.1.s.{device}") == (device not in self.closed)
+        self.closed.add(device)
+        self.silent.add(device)
 
     @rule(device=st.sampled_from("abc"))
     def appeared(self, device: str) -> None:
-        self.feed(DeviceAppeared(device))
+        self.sent(self.book.appeared(device, self.now))
 
     @rule(seconds=st.floats(0, 40))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
-        self.feed(Tick())
+        due = self.book.due(self.now)
+        self.sent(due.sent)
+        for o in due.expired:
+            assert o.device_id not in self.closed | self.expired
+            self.expired.add(o.device_id)
+            self.silent.add(o.device_id)
 
     @invariant()
     def holds_together(self) -> None:
         if not hasattr(self, "book"):
             return
         for device in "ab":
-            status = self.book.status(f"r.1.s.{device}")
-            assert (status in CLOSED) == (f"r.1.s.{device}" in self.closed)
-        assert self.book.done == (len(self.closed) == 2)
+            assert (self.book.order(f"r.1.s.{device}") is None) == (device in self.closed)
         wakeup = self.book.next_wakeup()
-        assert (wakeup is None) == self.book.done
-        assert wakeup is None or wakeup <= self.now + max(LAST_RESEND_S, DEADLINE)
+        assert (wakeup == math.inf) == (self.closed | self.expired == {"a", "b"})
+        assert wakeup == math.inf or wakeup <= self.now + max(LAST_RESEND_S, DEADLINE)
 
 
 TestLife = Life.TestCase
 TestLife.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
-
-
-def test_waiting_and_closed_phases_are_apart() -> None:
-    assert not WAITING & CLOSED
