@@ -138,13 +138,13 @@ class Device:
         )
         context = Context(device_id=self._name, at=time.time(), cpu_ghz=1.5, load=0.1, free_ram_gb=1.0)
         await self.transport.publish(TOPICS.agent(self._name, "context"), encode(context))
-        self._feed(session.Connected())
+        self._feed(session.Happened.CONNECTED)
 
     async def _on_order(self, inbound: Inbound) -> None:
-        self._feed(session.OrderReceived(decode(inbound.payload, Order)))
+        self._feed(decode(inbound.payload, Order))
 
     async def _on_ack(self, inbound: Inbound) -> None:
-        self._feed(session.AckReceived(decode(inbound.payload, Ack)))
+        self._feed(decode(inbound.payload, Ack))
 
     async def _on_want(self, inbound: Inbound) -> None:
         want = decode(inbound.payload, Want)
@@ -164,7 +164,7 @@ class Device:
             self._timer.cancel()
         if (at := self._session.next_wakeup()) is not None:
             delay = max(at - time.monotonic(), 0.01)
-            self._timer = asyncio.get_running_loop().call_later(delay, self._feed, session.Tick())
+            self._timer = asyncio.get_running_loop().call_later(delay, self._feed, session.Happened.TICK)
 
     def _perform(self, action: session.Action) -> None:
         match action:
@@ -184,9 +184,9 @@ class Device:
         try:
             report = await self._report(order)
         except asyncio.CancelledError:
-            self._feed(session.WorkStopped(order.id))
+            self._feed(session.Happened.STOPPED)
         else:
-            self._feed(session.WorkFinished(report))
+            self._feed(report)
 
     async def _report(self, order: Order) -> Report:
         action = read_action(order, STEPS)

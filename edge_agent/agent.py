@@ -273,7 +273,7 @@ class Agent:
         self._background.spawn(self._tell_context())
         await self._end
         self._say("stopping", logging.DEBUG)
-        self._feed(session.Closing())
+        self._feed(session.Happened.CLOSING)
         if self._work is not None:
             await self._work
         with suppress(TimeoutError):
@@ -308,15 +308,15 @@ class Agent:
         self._say("online", logging.DEBUG, broker=where, protocol=self._transport.protocol)
         self._send(self._status(Presence.ONLINE))
         self._send(self._measure())
-        self._feed(session.Connected())
+        self._feed(session.Happened.CONNECTED)
 
     async def _on_order(self, inbound: Inbound) -> None:
         with self._refusing(inbound):
-            self._feed(session.OrderReceived(decode(self._opened(inbound), Order)))
+            self._feed(decode(self._opened(inbound), Order))
 
     async def _on_ack(self, inbound: Inbound) -> None:
         with self._refusing(inbound):
-            self._feed(session.AckReceived(decode(self._opened(inbound, Role.INTAKE), Ack)))
+            self._feed(decode(self._opened(inbound, Role.INTAKE), Ack))
 
     async def _on_want(self, inbound: Inbound) -> None:
         with self._refusing(inbound):
@@ -361,7 +361,7 @@ class Agent:
 
     def _tick(self) -> None:
         try:
-            self._feed(session.Tick())
+            self._feed(session.Happened.TICK)
         except StoreError as error:
             self._fail(error)
 
@@ -418,7 +418,7 @@ class Agent:
             except (ProtocolError, TransportError) as error:  # the latter: the broker does not let us fetch a model
                 report = self._report(order, failed(error), began)
             self._forget_models()
-            self._feed(session.WorkStopped(order.id) if report is None else session.WorkFinished(report))
+            self._feed(report or session.Happened.STOPPED)
 
     def _refuse_work(self, order: Order, action: Action) -> Refusal | None:
         """Answer what needs neither a model nor a worker."""

@@ -34,6 +34,7 @@ from fedge.tensors import Model, digest_of, flatten, from_bytes, to_bytes
 
 if TYPE_CHECKING:
     from edge_agent.room import Stored
+    from edge_agent.worker import Worker
     from export import Mixture, Pool
     from fedge.codec import Norms
     from fedge.models.training import Network
@@ -179,30 +180,11 @@ def repeatable(order: Order) -> Source:
     return np.random.default_rng((order.seed, _NOISE)).bytes
 
 
-@dataclass(frozen=True)
-class Host:
-    """What stays the same from order to order; made by `edge_agent.worker.Worker`.
-
-    `source`: of an order's noise.
-    """
-
-    id: str
-    task: TaskSpec
-    fingerprint: str
-    data: DeviceData
-    home: Path
-    steps: Steps
-    network: Callable[[], Network]
-    min_cohort: int
-    budget: Budget = Budget()
-    source: Callable[[Order], Source] = secret
-
-
 @dataclass
 class Device:
     """One device during one order. `blobs`, `unpacked`: what its result refers to."""
 
-    host: Host
+    worker: Worker
     order: Order
     fetch: Fetch
     stop: Stop = never
@@ -222,12 +204,12 @@ class Device:
     @property
     def task(self) -> TaskSpec:
         """What is learned."""
-        return self.host.task
+        return self.worker.task
 
     @property
     def data(self) -> DeviceData:
         """The device's samples."""
-        return self.host.data
+        return self.worker.data
 
     @cached_property
     def network(self) -> Network:
@@ -235,7 +217,7 @@ class Device:
         frozen = weights.needed_on_devices(self.task)
         if frozen is not None and not weights.has(frozen.digest):
             weights.keep(self.fetch(frozen))
-        return self.host.network()
+        return self.worker.network
 
     @property
     def layout(self) -> Layout:
@@ -254,12 +236,12 @@ class Device:
     @cached_property
     def files(self) -> Files:
         """Durable files of this federation and method."""
-        return Files(self.host.home, self.order.run, self.order.round)
+        return Files(self.worker.home, self.order.run, self.order.round)
 
     @property
     def lasting(self) -> Path:
         """The device's own folder, for what is drawn once in its life, across federations."""
-        return self.host.home
+        return self.worker.home
 
     # ------------------------------------------------------------------------------------------------------- models
 
@@ -312,7 +294,7 @@ class Device:
 
     def overlaid(self, step: str, model: Model, kept: Tensors | None) -> Model:
         """One network that predicts what `model` and the kept tensors of a training step predict together."""
-        return model if kept is None else overlay(self.host.steps, step, model, kept, self.layout)
+        return model if kept is None else overlay(self.worker.steps, step, model, kept, self.layout)
 
     # ------------------------------------------------------------------------------------------------------ bundles
 
@@ -326,7 +308,7 @@ class Device:
 
         release, data = self.release(), self.data
         write_bundle(
-            self.host.home / "bundles" / str(release),
+            self.worker.home / "bundles" / str(release),
             task=self.task,
             layout=self.layout,
             mixture=made,
@@ -336,7 +318,7 @@ class Device:
             method=method,
             metrics=metrics,
         )
-        prune_bundles(self.host.home)
+        prune_bundles(self.worker.home)
         return Installed(release=release)
 
     def release(self) -> int:
@@ -345,7 +327,7 @@ class Device:
             order_id, number = msgspec.msgpack.decode(self.files.read("release") or b"", type=tuple[str, int])
             if order_id == self.order.id:
                 return number
-        number = highest_release(self.host.home) + 1
+        number = highest_release(self.worker.home) + 1
         self.files.write("release", msgspec.msgpack.encode((self.order.id, number)))
         return number
 

@@ -111,7 +111,7 @@ class Session:
             ProtocolError: not a roster.
         """
         roster = read_roster(self._device.fetch(ref))
-        own = roster.position(self._device.host.id)
+        own = roster.position(self._device.worker.id)
         mine = [key.public_key().public_bytes_raw() for key in (self.encryption, self.masking)]
         if own is None or [roster.members[own].encryption, roster.members[own].masking] != mine:
             raise FailedError("the roster does not have this device with its keys")

@@ -1,9 +1,8 @@
 """The life of an order on the device: decided here, carried out by `edge_agent.agent`.
 
-Two rules: `TRANSITIONS` holds every change of an order's phase, and nothing here does IO or reads a clock. The shell
-feeds events with the time, and performs the returned actions **in order**: whatever must survive a kill -9 is written
-(`Persist`, `Keep`, `Acknowledge`) before anything that relies on it (`Run`, `Publish`). An event that does not fit the
-phase raises `ProtocolError` and changes nothing.
+Nothing here does IO or reads a clock. The shell feeds events with the time, and performs the returned actions **in
+order**: whatever must survive a kill -9 is written (`Persist`, `Keep`, `Acknowledge`) before anything that relies on it
+(`Run`, `Publish`). An event that does not fit the phase raises `ProtocolError` and changes nothing.
 
     UNKNOWN ──ordered──▶ QUEUED ──started──▶ RUNNING ──finished──▶ REPORTED ──acked──▶ ACKED
        ▲                  │   ▲                 │ expired, closed      ▲   │ evicted     │ forgotten
@@ -18,7 +17,7 @@ agree.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final
@@ -54,75 +53,18 @@ class Phase(Enum):
     ACKED = auto()  # the coordinator's final word came; only the id is kept
 
 
-class Cause(Enum):
-    """What moves an order from one phase to the next."""
+class Happened(Enum):
+    """Events without a message."""
 
-    ORDERED = auto()
-    STARTED = auto()
-    FINISHED = auto()
-    STOPPED = auto()
-    EXPIRED = auto()
-    CLOSED = auto()
-    ACKED = auto()
-    EVICTED = auto()
-    FORGOTTEN = auto()
+    STOPPED = auto()  # the running order stopped on request, without a report
+    CONNECTED = auto()  # the broker is there (again): unacknowledged reports are repeated
+    TICK = auto()  # time has passed; the shell says so no later than `Session.next_wakeup`
+    CLOSING = auto()  # the agent shuts down: nothing new is started
 
 
-TRANSITIONS: Final[Mapping[tuple[Phase, Cause], Phase]] = {
-    (Phase.UNKNOWN, Cause.ORDERED): Phase.QUEUED,
-    (Phase.QUEUED, Cause.STARTED): Phase.RUNNING,
-    (Phase.QUEUED, Cause.EXPIRED): Phase.UNKNOWN,
-    (Phase.RUNNING, Cause.FINISHED): Phase.REPORTED,
-    (Phase.RUNNING, Cause.EXPIRED): Phase.STOPPING,
-    (Phase.RUNNING, Cause.CLOSED): Phase.STOPPING,
-    (Phase.STOPPING, Cause.FINISHED): Phase.REPORTED,  # finished before it noticed the stop
-    (Phase.STOPPING, Cause.STOPPED): Phase.QUEUED,  # expires there, unless its end was moved meanwhile
-    (Phase.REPORTED, Cause.ACKED): Phase.ACKED,
-    (Phase.REPORTED, Cause.EVICTED): Phase.UNKNOWN,
-    (Phase.ACKED, Cause.FORGOTTEN): Phase.UNKNOWN,
-}
-
-
-# ------------------------------------------------------------------------------------------------------- events in
-
-
-class OrderReceived(Struct, frozen=True):
-    """An order arrived, for the first time or again."""
-
-    order: Order
-
-
-class AckReceived(Struct, frozen=True):
-    """The coordinator's final word on a report arrived, for the first time or again."""
-
-    ack: Ack
-
-
-class WorkFinished(Struct, frozen=True):
-    """The running order has a report. The blobs that it names are already durable."""
-
-    report: Report
-
-
-class WorkStopped(Struct, frozen=True):
-    """The order stopped on request, without a report."""
-
-    order_id: str
-
-
-class Connected(Struct, frozen=True):
-    """The broker is there (again): unacknowledged reports are repeated."""
-
-
-class Tick(Struct, frozen=True):
-    """Time has passed; the shell sends one no later than `Session.next_wakeup`."""
-
-
-class Closing(Struct, frozen=True):
-    """The agent shuts down: nothing new is started."""
-
-
-Event = OrderReceived | AckReceived | WorkFinished | WorkStopped | Connected | Tick | Closing
+Event = Order | Ack | Report | Happened
+"""An order or an acknowledgement that arrived, for the first time or again; the report of the running order, whose
+blobs are already durable; or what happened otherwise."""
 
 
 # ------------------------------------------------------------------------------------------------------ actions out
@@ -135,13 +77,13 @@ class Persist(Struct, frozen=True):
 
 
 class Run(Struct, frozen=True):
-    """Fetch what the order needs and give it to the worker; answer with `WorkFinished` (or `WorkStopped`)."""
+    """Fetch what the order needs and give it to the worker; answer with its report (or `STOPPED`)."""
 
     order: Order
 
 
 class Stop(Struct, frozen=True):
-    """Make the running worker stop soon; answer with `WorkStopped` (or `WorkFinished`)."""
+    """Make the running worker stop soon; answer with `STOPPED` (or its report)."""
 
     order_id: str
 
@@ -247,33 +189,32 @@ class Session:
             ProtocolError: `foreign-id`, `order-changed`, `queue-full` or `unknown-order`; nothing changed.
         """
         match event:
-            case OrderReceived(order):
-                actions = self._ordered(order, now)
-            case AckReceived(ack):
-                actions = self._acknowledged(ack)
-            case WorkFinished(report):
-                actions = self._finished(report, now)
-            case WorkStopped(order_id):
-                actions = self._move(order_id, Cause.STOPPED)
-            case Connected():
+            case Order():
+                actions = self._ordered(event, now)
+            case Ack():
+                actions = self._acknowledged(event)
+            case Report():
+                actions = self._finished(event, now)
+            case Happened.STOPPED:
+                actions = self._stopped()
+            case Happened.CONNECTED:
                 actions = self._all_reports(now)
-            case Tick():
+            case Happened.TICK:
                 actions = self._due_reports(now)
-            case Closing():
+            case Happened.CLOSING:
                 actions = self._close()
         return actions + self._expire(now) + self._start()
 
     def _ordered(self, order: Order, now: float) -> list[Action]:
         if order.device_id != self._device_id:
             raise ProtocolError("foreign-id", f"order {order.id} is for {order.device_id}")
-        phase = self.phase(order.id)
-        if phase is Phase.ACKED:
+        if order.id in self._acked:
             return []
-        if phase is Phase.UNKNOWN:
-            actions = self._make_room(order, now)
-            self._held[order.id] = _Held(order, TRANSITIONS[phase, Cause.ORDERED], now + order.left_s)
-            return [*actions, Persist(order)]
-        return self._repeated(self._held[order.id], order, now)
+        if order.id in self._held:
+            return self._repeated(self._held[order.id], order, now)
+        actions = self._make_room(order, now)
+        self._held[order.id] = _Held(order, Phase.QUEUED, now + order.left_s)
+        return [*actions, Persist(order)]
 
     def _repeated(self, held: _Held, order: Order, now: float) -> list[Action]:
         if replace(order, left_s=held.order.left_s) != held.order:
@@ -290,7 +231,7 @@ class Session:
             return []
         for held in self._held.values():
             if held.phase is Phase.REPORTED and held.due_at <= now:
-                return self._move(held.order.id, Cause.EVICTED)
+                return self._discard(held, "evicted")
         raise ProtocolError("queue-full", f"order {order.id}: {MAX_ORDERS} orders are held already")
 
     def _acknowledged(self, ack: Ack) -> list[Action]:
@@ -299,7 +240,7 @@ class Session:
         phase = self.phase(ack.order_id)
         if phase is Phase.ACKED:
             return []
-        if (phase, Cause.ACKED) not in TRANSITIONS:
+        if phase is not Phase.REPORTED:
             raise ProtocolError("unknown-order", f"ack of {ack.order_id}, which is {phase.name.lower()}")
         del self._held[ack.order_id]
         self._acked[ack.order_id] = None
@@ -309,18 +250,23 @@ class Session:
 
     def _finished(self, report: Report, now: float) -> list[Action]:
         held = self._held[report.order_id]
-        held.phase = TRANSITIONS[held.phase, Cause.FINISHED]
-        held.report = report
+        held.phase, held.report = Phase.REPORTED, report
         return [Keep(report), *self._publish(held, now)]
 
-    def _move(self, order_id: str, cause: Cause) -> list[Action]:
-        """Apply the table to a change that needs only the order's id."""
-        held = self._held[order_id]
-        held.phase = TRANSITIONS[held.phase, cause]
-        if held.phase is Phase.UNKNOWN:
-            del self._held[order_id]
-            return [Discard(order_id, cause.name.lower())]
-        return [Stop(order_id)] if held.phase is Phase.STOPPING else []
+    def _stopped(self) -> list[Action]:
+        """Queue the order again: it expires there, unless its end was moved meanwhile."""
+        running = self._running()
+        assert running is not None
+        running.phase = Phase.QUEUED
+        return []
+
+    def _stop(self, held: _Held) -> list[Action]:
+        held.phase = Phase.STOPPING
+        return [Stop(held.order.id)]
+
+    def _discard(self, held: _Held, reason: str) -> list[Action]:
+        del self._held[held.order.id]
+        return [Discard(held.order.id, reason)]
 
     def _all_reports(self, now: float) -> list[Action]:
         return [a for held in self._held.values() if held.report is not None for a in self._publish(held, now)]
@@ -338,22 +284,23 @@ class Session:
     def _close(self) -> list[Action]:
         self._closing = True
         running = self._running()
-        return self._move(running.order.id, Cause.CLOSED) if running and running.phase is Phase.RUNNING else []
+        return self._stop(running) if running and running.phase is Phase.RUNNING else []
 
     def _expire(self, now: float) -> list[Action]:
-        late = [
-            held.order.id
-            for held in self._held.values()
-            if held.due_at <= now and (held.phase, Cause.EXPIRED) in TRANSITIONS
-        ]
-        return [action for order_id in late for action in self._move(order_id, Cause.EXPIRED)]
+        actions: list[Action] = []
+        for held in [held for held in self._held.values() if held.due_at <= now]:
+            if held.phase is Phase.RUNNING:
+                actions += self._stop(held)
+            elif held.phase is Phase.QUEUED:
+                actions += self._discard(held, "expired")
+        return actions
 
     def _start(self) -> list[Action]:
         if self._closing or self._running():
             return []
         for held in self._held.values():
             if held.phase is Phase.QUEUED:
-                self._move(held.order.id, Cause.STARTED)
+                held.phase = Phase.RUNNING
                 return [Run(held.order)]
         return []
 

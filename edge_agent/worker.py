@@ -15,7 +15,6 @@ from edge_agent.device import (
     Device,
     FailedError,
     Fetch,
-    Host,
     Kept,
     Source,
     Unpacked,
@@ -105,15 +104,15 @@ class Worker:
         self.task = task
         self.data = data
         self.home = home
+        self.steps = dict(installed_steps() if steps is None else steps)
+        self.min_cohort = min_cohort
         self.trains = trains
+        self.budget = budget
+        self.source = source
         self.fingerprint = task.fingerprint()
         self._processor = processor
         self._limits = steps
-        self._steps = dict(installed_steps() if steps is None else steps)
         data.require_samples_of(task)
-        self._host = Host(
-            device_id, task, self.fingerprint, data, home, self._steps, lambda: self.network, min_cohort, budget, source
-        )
 
     @property
     def network(self) -> Network:
@@ -129,7 +128,7 @@ class Worker:
 
     def device(self, order: Order, fetch: Fetch, stop: Stop = never) -> Device:
         """What a step may use during this order."""
-        return Device(self._host, order, fetch, stop)
+        return Device(self, order, fetch, stop)
 
     def execute(self, order: Order, fetch: Fetch, *, stop: Stop = never, action: Action | None = None) -> Finished:
         """Carry out an order.
@@ -145,10 +144,10 @@ class Worker:
             StoreError: the disk is full or broken.
         """
         device = self.device(order, fetch, stop)
-        asked = action if action is not None else self.guarded(lambda: read_action(order, self._steps))
+        asked = action if action is not None else self.guarded(lambda: read_action(order, self.steps))
         if isinstance(asked, Refusal):
             return Finished(asked)
-        self._steps.setdefault(asked.STEP, type(asked))
+        self.steps.setdefault(asked.STEP, type(asked))
         if (refusal := self.refusal(asked)) is not None:
             return Finished(refusal)
         with self._seeded(asked, order.seed):
@@ -160,7 +159,7 @@ class Worker:
         if action.TRAINS and not self.trains:
             return Declined(why=Why.NO_TRAINING)
         fields = unaccounted(type(action))
-        if fields and self._host.budget.max_epsilon is not None:
+        if fields and self.budget.max_epsilon is not None:
             name, kind = next(iter(fields.items()))
             text = f"step {action.STEP} tells {name} ({kind.words}) without noise, and this device has a privacy budget"
             return Declined(why=Why.BUDGET, reason=text)
@@ -203,4 +202,4 @@ class Worker:
         from fedge.tensors import from_bytes
 
         kept = decoded(data, Kept)
-        return overlay(self._steps, kept.step, model, from_bytes(kept.tensors), self.network.layout)
+        return overlay(self.steps, kept.step, model, from_bytes(kept.tensors), self.network.layout)

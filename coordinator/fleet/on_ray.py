@@ -15,7 +15,7 @@ rounds is in their folders, which all nodes must see (one machine, or a shared f
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from coordinator.aggregation.mean import Average
 from coordinator.fleet.simulated import FinishedElsewhere, Held
-from coordinator.fleet.sites import Directions, SiteMean, SiteSums, averages, request
+from coordinator.fleet.sites import Directions, Note, SiteMean, SiteSums, averages
 from coordinator.ray import ray, resources_of_actors
 from edge_agent import batched
 from edge_agent.device import Unpacked, repeatable
@@ -137,7 +137,7 @@ class Shard:
 
 
 @dataclass(eq=False, slots=True)
-class _Block:
+class Block:
     """Orders that one actor carries out. `models`: that they name. `updates`: reference to what they gave, once done.
 
     `shard`: the actor that did it, whose node has the updates.
@@ -195,7 +195,7 @@ class Shards:
         size = min(max(1, -(-len(jobs) // BLOCKS)), LARGEST)
         lots = [numbers[first : first + size] for first in range(0, len(numbers), size)]
         blocks = [
-            _Block(
+            Block(
                 [jobs[n].order for n in lot],
                 {ref.digest: self._models[ref.digest] for n in lot for ref in blobs_of(jobs[n].action)},
             )
@@ -209,8 +209,8 @@ class Shards:
                 found[number] = FinishedElsewhere(result, blobs, held=held)
         return [found[number] for number in range(len(jobs))]
 
-    def _carry_out(self, blocks: Sequence[_Block]) -> list[list[Told]]:
-        def begin(block: _Block, shard: Any) -> Any:
+    def _carry_out(self, blocks: Sequence[Block]) -> list[list[Told]]:
+        def begin(block: Block, shard: Any) -> Any:
             told, block.updates = shard.carry_out.options(num_returns=2).remote(block.orders, block.models)
             block.shard = shard
             return told
@@ -252,7 +252,7 @@ class Shards:
                     found[of] = result
         return [found[number] for number in range(len(begin))]
 
-    def _again(self, blocks: Sequence[_Block]) -> None:
+    def _again(self, blocks: Sequence[Block]) -> None:
         """Compute updates again that were lost with their node.
 
         Raises:
@@ -269,7 +269,7 @@ class Shards:
                     "start the simulation anew"
                 )
 
-    def fetch(self, block: _Block, digest: str) -> bytes | Unpacked:
+    def fetch(self, block: Block, digest: str) -> bytes | Unpacked:
         """Bring an update here; those of the last block are kept."""
         while self._last[0] is not block.updates:
             try:
@@ -278,35 +278,27 @@ class Shards:
                 self._again([block])
         return self._last[1][digest]
 
-    def means(
-        self,
-        held: Mapping[str, tuple[BlobRef, Held]],
-        weights: Mapping[str, float],
-        clusters: Sequence[Mapping[str, tuple[float, float]]],
-        layout: Layout,
-        note: Callable[[str, NDArray[Any]], None],
-        whose: Collection[str],
-    ) -> list[SiteMean]:
-        """As `coordinator.fleet.sites.Sites.means`; a site is a block."""
-        of_block: dict[_Block, dict[str, BlobRef]] = {}
-        for i, (ref, where) in sorted(held.items()):
-            of_block.setdefault(where.block, {})[i] = ref
-        wanted = {block: request(own, weights, clusters, layout, whose) for block, own in of_block.items()}
-        found: dict[_Block, tuple[tuple[Average | None, ...], Directions]] = {}
+    def means(self, wanted: SiteSums, blocks: Mapping[str, Block], note: Note) -> list[SiteMean]:
+        """As `coordinator.fleet.sites.Sites.means`; a site is a block. `blocks`: of the updates, by device."""
+        of_block: dict[Block, dict[str, BlobRef]] = {}
+        for i, ref in sorted(wanted.updates.items()):
+            of_block.setdefault(blocks[i], {})[i] = ref
+        asked = {block: wanted.at(own) for block, own in of_block.items()}
+        found: dict[Block, tuple[tuple[Average | None, ...], Directions]] = {}
 
-        def begin(block: _Block, shard: Any) -> Any:
-            return shard.means.remote([block.updates], wanted[block])
+        def begin(block: Block, shard: Any) -> Any:
+            return shard.means.remote([block.updates], asked[block])
 
-        while left := [block for block in wanted if block not in found]:
+        while left := [block for block in asked if block not in found]:
             results = self._each([partial(begin, block) for block in left], [block.shard for block in left])
             found |= {block: result for block, result in zip(left, results, strict=True) if result is not None}
             self._again([block for block in left if block not in found])
-        for block in wanted:
+        for block in asked:
             for i, direction in found[block][1].items():
                 note(i, direction)
         return [
             SiteMean(k, mean, mean.n_samples)
-            for block in wanted
+            for block in asked
             for k, mean in enumerate(found[block][0])
             if mean is not None
         ]

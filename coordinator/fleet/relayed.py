@@ -12,18 +12,17 @@ from __future__ import annotations
 import logging
 import math
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, Final, TypeVar
+from typing import Annotated, ClassVar, Final, TypeVar
 
 import msgspec
 import numpy as np
 from msgspec import Meta, Struct
-from numpy.typing import NDArray
 
 from coordinator.clustering import mctc
 from coordinator.fleet import Answer, Fleet, FleetAround, Seen, asked, checked, require_sendable
-from coordinator.fleet.sites import SiteMean, SiteSums, request
+from coordinator.fleet.sites import Note, SiteMean, SiteSums
 from fedge import codec
 from fedge.codec import Norms
 from fedge.errors import MALFORMED, ConfigError, ProtocolError
@@ -298,9 +297,9 @@ class RelayFleet(FleetAround):
         data = self._fleet.get_bytes(ref)
         return msgspec.msgpack.decode(data[len(HEAD) :], type=StandIn) if data.startswith(HEAD) else None
 
-    def held(self, updates: Mapping[str, BlobRef]) -> dict[str, StandIn]:
-        """The updates that are on sites, by device."""
-        return {i: held for i, ref in updates.items() if (held := self._stand_in(ref))}
+    def held(self, updates: Mapping[str, BlobRef]) -> set[str]:
+        """The devices whose updates are on sites."""
+        return {i for i, ref in updates.items() if self._stand_in(ref)}
 
     def norms(self, ref: BlobRef, layout: Layout) -> Norms:
         """As reported by the relay, for an update on its site."""
@@ -317,22 +316,13 @@ class RelayFleet(FleetAround):
             raise ConfigError(f"the method needs single updates, and those of {held.via} stay on its site")
         return self._fleet.get(ref, layout)
 
-    async def means(
-        self,
-        held: Mapping[str, StandIn],
-        weights: Mapping[str, float],
-        clusters: Sequence[Mapping[str, tuple[float, float]]],
-        layout: Layout,
-        note: Callable[[str, NDArray[Any]], None],
-        whose: Collection[str] = (),
-    ) -> list[SiteMean]:
+    async def means(self, wanted: SiteSums, note: Note) -> list[SiteMean]:
         """The sites' means of their updates (`coordinator.fleet.sites.Sites`)."""
         of_site: defaultdict[str, dict[str, BlobRef]] = defaultdict(dict)
-        for i, each in sorted(held.items()):
-            of_site[each.via][i] = each.update
-        asked_for = {
-            via: request(own, weights, clusters, layout, whose, prefix=f"{via}.") for via, own in of_site.items()
-        }
+        for i, ref in sorted(wanted.updates.items()):
+            if held := self._stand_in(ref):
+                of_site[held.via][i] = held.update
+        asked_for = {via: wanted.at(own, prefix=f"{via}.") for via, own in of_site.items()}
         self._n_sums += 1
         actions = {via: Sum(wanted=self.put_bytes(msgspec.msgpack.encode(w))) for via, w in asked_for.items()}
         answers = await self._fleet.run(f"sum-{self._n_sums}", actions)
@@ -346,12 +336,7 @@ class RelayFleet(FleetAround):
         return found
 
     def _summed(
-        self,
-        via: str,
-        wanted: SiteSums,
-        norms: Mapping[str, Norms],
-        answer: Answer,
-        note: Callable[[str, NDArray[Any]], None],
+        self, via: str, wanted: SiteSums, norms: Mapping[str, Norms], answer: Answer, note: Note
     ) -> list[SiteMean]:
         """What a site answered; its means are no longer than the updates that it told of (triangle inequality)."""
         result = answer.result

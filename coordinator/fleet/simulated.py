@@ -13,7 +13,7 @@ import math
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from coordinator.fleet import Answer, Device, Seen, answering, asked, clock, order_for, require_sendable
 from coordinator.fleet.devices import Hardware
 from coordinator.fleet.quarantine import LONG_UPDATE, Offence, quarantined
-from coordinator.fleet.sites import SiteMean, Sites
+from coordinator.fleet.sites import Note, SiteMean, Sites, SiteSums
 from coordinator.fleet.update_norms import OneByOne, within_limits
 from coordinator.fleet.versions import Descent
 from edge_agent import batched
@@ -42,6 +42,9 @@ from fedge.tasks import DeviceData
 from fedge.tensors import Layout, Model, Tensors, digest_of, from_bytes, unflatten
 from fedge.weights import needed_on_devices
 
+if TYPE_CHECKING:
+    from coordinator.fleet.on_ray import Block, Shards
+
 log = logging.getLogger("fedge.coordinator")
 
 GIVEN_UP_S: Final = 60.0
@@ -56,32 +59,14 @@ Execute = Callable[[Sequence[batched.Job]], list[Finished]]
 """Carries out orders of different devices; results in the order of the jobs."""
 
 
-class Elsewhere(Protocol):
-    """Other processes that carry orders out, and keep the updates."""
-
-    def fetch(self, block: Any, digest: str) -> bytes | Unpacked:
-        """Bring an update here."""
-
-    def means(
-        self,
-        held: Mapping[str, tuple[BlobRef, Held]],
-        weights: Mapping[str, float],
-        clusters: Sequence[Mapping[str, tuple[float, float]]],
-        layout: Layout,
-        note: Callable[[str, NDArray[Any]], None],
-        whose: Collection[str],
-    ) -> list[SiteMean]:
-        """Sum updates where they are (`coordinator.fleet.sites.Sites`)."""
-
-
 @dataclass(frozen=True, slots=True)
 class Held:
-    """An update that stays with the process that made it. `block`: what `at` knows it by."""
+    """An update that stays with the process that made it, in a block of `at`."""
 
     layout: Layout
     norms: codec.Norms
-    at: Elsewhere
-    block: Any
+    at: Shards
+    block: Block
 
 
 @dataclass(frozen=True, slots=True)
@@ -464,23 +449,15 @@ class SimulatedFleet:
             return found.norms
         return codec.check(self.get_bytes(ref), ref.codec, layout)
 
-    def held(self, updates: Mapping[str, BlobRef]) -> dict[str, tuple[BlobRef, Held]]:
+    def held(self, updates: Mapping[str, BlobRef]) -> dict[str, Held]:
         """The updates that stay with the processes that made them."""
-        found = {i: (ref, self._blobs.get(ref.digest)) for i, ref in updates.items()}
-        return {i: (ref, each) for i, (ref, each) in found.items() if isinstance(each, Held)}
+        found = {i: self._blobs.get(ref.digest) for i, ref in updates.items()}
+        return {i: each for i, each in found.items() if isinstance(each, Held)}
 
-    async def means(
-        self,
-        held: Mapping[str, tuple[BlobRef, Held]],
-        weights: Mapping[str, float],
-        clusters: Sequence[Mapping[str, tuple[float, float]]],
-        layout: Layout,
-        note: Callable[[str, NDArray[Any]], None],
-        whose: Collection[str] = (),
-    ) -> list[SiteMean]:
+    async def means(self, wanted: SiteSums, note: Note) -> list[SiteMean]:
         """Their means, summed there."""
-        _, first = next(iter(held.values()))
-        return first.at.means(held, weights, clusters, layout, note, whose)
+        held = self.held(wanted.updates)
+        return next(iter(held.values())).at.means(wanted, {i: each.block for i, each in held.items()}, note)
 
     def _refuse(self, device_id: str, error: ProtocolError) -> None:
         log.warning("event=refused name=%s device=%s detail=%r", error.name, device_id, str(error))

@@ -6,7 +6,7 @@ all updates.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -20,10 +20,12 @@ from fedge.tensors import Layout, Model
 
 Directions = dict[str, NDArray[np.floating[Any]]]
 """By device (`mctc.direction`)."""
+Note = Callable[[str, NDArray[Any]], None]
+"""Called with the direction of an update, if it has one."""
 
 
 class SiteSums(Struct, frozen=True, kw_only=True):
-    """A request for averages on a site.
+    """A request for averages of updates that lie on sites, of all or of one.
 
     `updates`: by device. `weights`: of each. `sums`: for each cluster its members, with the factors for the parameters
     and buffers of each. `directions`: devices whose directions are requested.
@@ -33,7 +35,18 @@ class SiteSums(Struct, frozen=True, kw_only=True):
     updates: dict[Id, BlobRef]
     weights: dict[Id, NonNegative]
     sums: tuple[dict[Id, tuple[NonNegative, NonNegative]], ...]
-    directions: tuple[Id, ...]
+    directions: tuple[Id, ...] = ()
+
+    def at(self, updates: Mapping[str, BlobRef], prefix: str = "") -> SiteSums:
+        """What one site is asked for. `updates`: that lie there. `prefix`: of the ids, which the site leaves out."""
+        names, whose = {i: i.removeprefix(prefix) for i in updates}, set(self.directions)
+        return SiteSums(
+            layout=self.layout,
+            updates={names[i]: ref for i, ref in updates.items()},
+            weights={names[i]: self.weights[i] for i in updates},
+            sums=tuple({names[i]: own[i] for i in updates if i in own} for own in self.sums),
+            directions=tuple(names[i] for i in updates if i in whose),
+        )
 
 
 class SiteMean(NamedTuple):
@@ -47,50 +60,11 @@ class SiteMean(NamedTuple):
 class Sites(Protocol):
     """The sites of a fleet."""
 
-    def held(self, updates: Mapping[str, BlobRef]) -> Mapping[str, Any]:
-        """The updates that lie on sites, by device, as `means` takes them."""
+    def held(self, updates: Mapping[str, BlobRef]) -> Collection[str]:
+        """The devices whose updates lie on sites."""
 
-    async def means(
-        self,
-        held: Mapping[str, Any],
-        weights: Mapping[str, float],
-        clusters: Sequence[Mapping[str, tuple[float, float]]],
-        layout: Layout,
-        note: Callable[[str, NDArray[Any]], None],
-        whose: Collection[str] = (),
-    ) -> list[SiteMean]:
-        """The sites' means of their updates.
-
-        Args:
-            held: the updates, by device.
-            weights: of each.
-            clusters: the members of each, with the factors of parameters and buffers.
-            layout: of the updates.
-            note: called with the directions of updates.
-            whose: devices whose directions are wanted.
-
-        Returns:
-            By site and cluster; sites that do not answer are missing and logged.
-        """
-
-
-def request(
-    updates: Mapping[str, BlobRef],
-    weights: Mapping[str, float],
-    clusters: Sequence[Mapping[str, tuple[float, float]]],
-    layout: Layout,
-    whose: Collection[str],
-    prefix: str = "",
-) -> SiteSums:
-    """What `means` asks one site for. `updates`: that lie there. `prefix`: of the ids, which the site leaves out."""
-    names = {i: i.removeprefix(prefix) for i in updates}
-    return SiteSums(
-        layout=layout,
-        updates={names[i]: ref for i, ref in updates.items()},
-        weights={names[i]: weights[i] for i in updates},
-        sums=tuple({names[i]: own[i] for i in updates if i in own} for own in clusters),
-        directions=tuple(names[i] for i in updates if i in whose),
-    )
+    async def means(self, wanted: SiteSums, note: Note) -> list[SiteMean]:
+        """The sites' means of their updates, by site and cluster; sites that do not answer are missing and logged."""
 
 
 def averages(

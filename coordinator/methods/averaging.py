@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from types import MappingProxyType
@@ -15,7 +15,7 @@ from coordinator.aggregation.guarded import believed, guarded_averages, shortene
 from coordinator.aggregation.mean import BLOCK, Factors, cluster_averages
 from coordinator.clustering import mctc
 from coordinator.fleet import Fleet
-from coordinator.fleet.sites import Sites
+from coordinator.fleet.sites import Note, SiteMean, SiteSums
 from coordinator.methods import Method
 from fedge.messages import BlobRef
 from fedge.tensors import Layout, Model
@@ -33,10 +33,6 @@ class Update(Protocol):
     @property
     def n_samples(self) -> int:
         """n_i."""
-
-
-Note = Callable[[str, mctc.Vectors], None]
-"""Called with the direction of an update (`mctc.direction`), if it has one."""
 
 
 def ignore(device_id: str, direction: mctc.Vectors) -> None:
@@ -85,7 +81,7 @@ async def averages(
     sizes = [1 if alike else u.n_samples for u in updates.values()]
     protection = method.settings.protection
     summable = protection.average in {"mean", "clipped"}
-    far = fleet.sites.held({i: u.update for i, u in updates.items()}) if fleet.sites and summable else {}
+    far = fleet.sites.held({i: u.update for i, u in updates.items()}) if fleet.sites and summable else ()
     if not fleet.sites or not far:
         return guarded_averages(changes(ids), norms, sizes, positions, layout, protection)
     weights = dict(zip(ids, believed(sizes, protection), strict=True))
@@ -94,8 +90,17 @@ async def averages(
     for k, p in [(k, p) for k, own in enumerate(positions) for p in own if ids[p] in far and ids[p] in discounts]:
         of_params, of_buffers = factors.get((k, p), (1.0, 1.0))
         factors[k, p] = discounts[ids[p]] * of_params, of_buffers
+    sums = [{ids[p]: factors.get((k, p), (1.0, 1.0)) for p in own if ids[p] in far} for k, own in enumerate(positions)]
+    wanted = SiteSums(
+        layout=layout,
+        updates={i: updates[i].update for i in ids if i in far},
+        weights={i: weights[i] for i in ids if i in far},
+        sums=tuple(sums),
+        directions=tuple(i for i in ids if i in far and i in whose),
+    )
+    means = await fleet.sites.means(wanted, note)
     near = changes([i for i in ids if i not in far])
-    return await _over_sites(fleet.sites, far, near, weights, positions, factors, layout, note, whose)
+    return _over_sites(means, near, {i: weights[i] for i in ids if i not in far}, ids, positions, factors, layout)
 
 
 def _read(refs: Iterator[BlobRef], fleet: Fleet, layout: Layout) -> Iterator[Model]:
@@ -113,24 +118,17 @@ def _read(refs: Iterator[BlobRef], fleet: Fleet, layout: Layout) -> Iterator[Mod
             del update
 
 
-async def _over_sites(
-    sites: Sites,
-    far: Mapping[str, Any],
+def _over_sites(
+    means: Sequence[SiteMean],
     near: Iterator[Model],
     weights: Mapping[str, float],
+    ids: Sequence[str],
     positions: Sequence[Sequence[int]],
     factors: Factors,
     layout: Layout,
-    note: Note,
-    whose: Collection[str],
 ) -> tuple[Average | None, ...]:
-    """`cluster_averages` of all; a site's mean of a cluster stands for its devices there."""
-    ids = list(weights)
-    wanted = [
-        {ids[p]: factors.get((k, p), (1.0, 1.0)) for p in own if ids[p] in far} for k, own in enumerate(positions)
-    ]
-    means = await sites.means(far, weights, wanted, layout, note, whose)
-    place = {p: n for n, p in enumerate(p for p, i in enumerate(ids) if i not in far)}
+    """`cluster_averages` of all; a site's mean of a cluster stands for its devices there. `weights`: of the others."""
+    place = {p: n for n, p in enumerate(p for p, i in enumerate(ids) if i in weights)}
     members = [
         [
             *(place[p] for p in own if p in place),

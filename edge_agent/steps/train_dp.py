@@ -61,7 +61,7 @@ def planned(device: Device, action: TrainDp) -> Charge:
 
 def over_budget(device: Device, action: TrainDp, ledger: Ledger, charge: Charge) -> str | None:
     """Why the order is refused: the run's own promise, or the owner's budget; None: it is carried out."""
-    promised, budget = action.privacy.epsilon, device.host.budget
+    promised, budget = action.privacy.epsilon, device.worker.budget
     if promised is not None:
         total = ledger.spent(action.privacy.delta, run=charge.run, planned=charge)
         if total > promised * (1 + ROUNDING):
@@ -75,7 +75,7 @@ def over_budget(device: Device, action: TrainDp, ledger: Ledger, charge: Charge)
 
 def learn(device: Device, action: TrainDp, start: Model, mechanism: Mechanism) -> None:
     """DP-SGD from `start`, on all weights, or first on the head and then on the base (FedRep)."""
-    data, sgd, source = device.data, action.sgd, device.host.source(device.order)
+    data, sgd, source = device.data, action.sgd, device.worker.source(device.order)
     network, n = device.network, data.n_shared
     network.load(start)
     clipping = Clipping(action.privacy.clip_norm, mechanism.noise_multiplier)

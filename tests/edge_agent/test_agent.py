@@ -276,7 +276,7 @@ async def test_models_with_a_base_in_common_take_the_way_to_it_once(one_broker: 
         for number in 1.0, 2.0:
             data = encode_tensors({"w": np.full(5000, number, np.float32)}, Codec.INT8)
             blob = BlobRef(digest=peer.sent.put(data), size_bytes=len(data))
-            whole = to_bytes(moved(from_bytes(peer.sent.get(base.digest)), data))
+            whole = b"".join(map(bytes, moved(BytesIO(peer.sent.get(base.digest)), [data])))
             siblings.append(BlobRef(digest=peer.sent.put(whole), size_bytes=len(whole)))
             differences[siblings[-1].digest] = Difference(base=base.digest, blob=blob)
         trial = Trial(global_model=siblings[0], expert=siblings[1])

@@ -283,7 +283,7 @@ def test_a_step_finds_the_task_and_the_data(tmp_path: Path) -> None:
     here = own.device(order(INSTALL, seed=9), Blobs())
     assert (here.task, here.data, here.seed, here.lasting) == (TASK, own.data, 9, tmp_path)
     assert here.layout == LAYOUT
-    assert set(here.host.steps) == set(installed_steps())
+    assert set(here.worker.steps) == set(installed_steps())
 
 
 def test_a_selector_that_means_nothing_is_the_orders_fault(tmp_path: Path) -> None:

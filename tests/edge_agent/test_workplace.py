@@ -53,7 +53,7 @@ class Draw(Action, frozen=True, kw_only=True):
     how: str = ""
 
 def run(device, action):
-    marks = device.host.home / "begun"
+    marks = device.worker.home / "begun"
     with marks.open("a") as file:
         file.write("x")
     times = len(marks.read_text())

@@ -115,9 +115,12 @@ async def test_updates_stay_on_the_site_and_their_means_come(tmp_path: Path) -> 
         fleet.get(updates["s.d0"], below.layout)
 
     again = RelayFleet(below, layout=below.layout, seed=4, named=updates.values())
-    held = again.held(updates)
+    assert again.held(updates) == set(updates)
     both = dict.fromkeys(updates, (0.5, 1.0))
-    (mean,) = await again.means(held, {"s.d0": 10.0, "s.d1": 11.0}, [both, {}], below.layout, ignore)
+    sums = SiteSums(
+        layout=below.layout, updates=updates, weights={"s.d0": 10.0, "s.d1": 11.0}, sums=(both, {}), directions=()
+    )
+    (mean,) = await again.means(sums, ignore)
     assert (mean.cluster, mean.weight) == (0, 10.0), "without the update that is lost"
     assert set(mean.model.params) == {2.0}
     assert isinstance(below.asked[1], Sum)
@@ -125,9 +128,9 @@ async def test_updates_stay_on_the_site_and_their_means_come(tmp_path: Path) -> 
     assert wanted.updates == {"d0": there, "d1": there}
 
     below.answers = [None]
-    assert await again.means(held, {"s.d0": 1.0, "s.d1": 1.0}, [both], below.layout, ignore) == []
+    assert await again.means(msgspec.structs.replace(sums, sums=(both,)), ignore) == []
     below.answers = [Summed(means=(below.file("no tensors"),))]
-    assert await again.means(held, {"s.d0": 1.0, "s.d1": 1.0}, [both], below.layout, ignore) == []
+    assert await again.means(msgspec.structs.replace(sums, sums=(both,)), ignore) == []
     below.answers = [Relayed(answers=below.file({}))]
     await again.run("train", {"s.d0": train})
     assert isinstance(below.asked[-1], Relay)

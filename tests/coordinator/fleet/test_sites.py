@@ -3,7 +3,7 @@
 import numpy as np
 
 from coordinator.aggregation import cluster_averages
-from coordinator.fleet.sites import SiteMean, averages, request
+from coordinator.fleet.sites import SiteMean, SiteSums, averages
 from fedge.messages import BlobRef
 from fedge.tensors import Layout, Model, TensorInfo
 
@@ -15,8 +15,12 @@ CLUSTERS = [{"s.d0": (1.0, 1.0), "s.d3": (0.5, 1.0), "t.d9": (1.0, 1.0)}, {}, di
 READ = {REFS[i].digest: update for i, update in UPDATES.items()}
 
 
+def request(*directions: str) -> SiteSums:
+    return SiteSums(layout=LAYOUT, updates=REFS, weights=WEIGHTS, sums=tuple(CLUSTERS), directions=directions)
+
+
 def test_a_site_is_asked_for_its_own_devices_by_their_own_names() -> None:
-    wanted = request(REFS, WEIGHTS, CLUSTERS, LAYOUT, {"s.d1", "t.d9"}, prefix="s.")
+    wanted = request("s.d1", "t.d9").at(REFS, prefix="s.")
     assert wanted.sums[:2] == ({"d0": (1.0, 1.0), "d3": (0.5, 1.0)}, {})
     assert wanted.directions == ("d1",)
     assert list(wanted.updates) == list(wanted.weights) == ["d0", "d1", "d2", "d3"]
@@ -26,9 +30,7 @@ def test_the_means_of_two_sites_are_the_mean_of_all() -> None:
     halves = [dict(list(REFS.items())[:2]), dict(list(REFS.items())[2:])]
     found = []
     for own in halves:
-        means, directions = averages(
-            request(own, WEIGHTS, CLUSTERS, LAYOUT, {"s.d0"}), own, lambda ref: READ[ref.digest]
-        )
+        means, directions = averages(request("s.d0").at(own), own, lambda ref: READ[ref.digest])
         assert means[1] is None
         assert list(directions) == [i for i in own if i == "s.d0"]
         found += [SiteMean(k, mean, mean.n_samples) for k, mean in enumerate(means) if mean is not None]
@@ -41,7 +43,7 @@ def test_the_means_of_two_sites_are_the_mean_of_all() -> None:
 
 
 def test_what_is_missing_counts_nowhere() -> None:
-    wanted = request(REFS, WEIGHTS, CLUSTERS, LAYOUT, ())
+    wanted = request()
     (first, _, whole), _ = averages(wanted, ["s.d3", "s.d2"], lambda ref: READ[ref.digest])
     assert first is not None
     assert whole is not None
