@@ -15,7 +15,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from fedge.config import NAME
 from fedge.errors import ConfigError
@@ -37,43 +37,8 @@ WORDS: Final = {
 }
 
 
-class Database(Protocol):
-    """One connection, used by one thread at a time. Its exceptions are in `failures`."""
-
-    def execute(self, sql: str, *values: object) -> Sequence[Any]:
-        """Execute one statement; returns its rows."""
-
-    def executemany(self, sql: str, values: Iterable[Sequence[object]]) -> None:
-        """Execute a statement for each of many values."""
-
-    def each(self, sql: str, values: Sequence[Sequence[object]]) -> list[bool]:
-        """Execute a statement for each of many values; whether each returned a row (of its first value alone)."""
-
-    def alone(self, taken: str) -> None:
-        """Become the only dispatcher until the connection ends; for a file, the lock of its folder decides.
-
-        Raises:
-            ConfigError: another process is; `taken` is the text.
-        """
-
-    def begin(self) -> None:
-        """Begin a writing transaction once no other process has one open, so that they end in the order they began."""
-
-    def snapshot(self) -> None:
-        """Begin a read-only transaction: all of it sees the tables as of its first statement."""
-
-    def version(self) -> int:
-        """Number of the last migration; 0: no tables yet."""
-
-    def migrate(self, number: int, script: str) -> None:
-        """Run a migration and record it, in one transaction."""
-
-    def close(self) -> None:
-        """Close the connection."""
-
-
 class _Sqlite:
-    """A local file in WAL mode, flushed to disk at each commit.
+    """A connection to a local file in WAL mode, flushed to disk at each commit.
 
     While somebody has it open, the file itself says so (`IN_USE`): a copy without its log is refused. A killed process
     leaves log and mark; the last one to end cleanly merges the log, then removes the mark. If the mark stays, a log
@@ -105,27 +70,38 @@ class _Sqlite:
         return bool(self.execute("PRAGMA wal_checkpoint(RESTART)")[0][0] == 0)
 
     def execute(self, sql: str, *values: object) -> Sequence[Any]:
+        """Execute one statement; returns its rows."""
         return self._db.execute(sql.replace("$", "?"), values).fetchall()
 
     def executemany(self, sql: str, values: Iterable[Sequence[object]]) -> None:
+        """Execute a statement for each of many values."""
         self._db.executemany(sql.replace("$", "?"), values)
 
     def each(self, sql: str, values: Sequence[Sequence[object]]) -> list[bool]:
+        """Execute a statement for each of many values; whether each returned a row (of its first value alone)."""
         return [bool(self.execute(sql, *one)) for one in values]
 
     def alone(self, taken: str) -> None:
-        pass
+        """Become the only dispatcher until the connection ends; here the lock of the folder decides.
+
+        Raises:
+            ConfigError: another process is; `taken` is the text.
+        """
 
     def begin(self) -> None:
+        """Begin a writing transaction once no other process has one open, so that they end in the order they began."""
         self.execute("BEGIN IMMEDIATE")
 
     def snapshot(self) -> None:
+        """Begin a read-only transaction: all of it sees the tables as of its first statement."""
         self.execute("BEGIN")
 
     def version(self) -> int:
+        """Number of the last migration; 0: no tables yet."""
         return int(self.execute("PRAGMA user_version")[0][0])
 
     def migrate(self, number: int, script: str) -> None:
+        """Run a migration and record it, in one transaction."""
         self._db.executescript(f"BEGIN IMMEDIATE;\n{script}\nPRAGMA user_version = {number};\nCOMMIT;")
 
     def close(self) -> None:
@@ -243,6 +219,10 @@ class _Postgres:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+Database = _Sqlite | _Postgres
+"""One connection, used by one thread at a time. Its exceptions are in `failures`."""
 
 
 def failures() -> tuple[type[Exception], ...]:

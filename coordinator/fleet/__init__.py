@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -21,7 +21,7 @@ from fedge.errors import ConfigError
 from fedge.messages import BlobRef, Codec, Context, Difference, Order, Report, Why, blobs_of
 from fedge.step import Action, Declined, Refusal, Result, Unsupported, body_of, read_result, require
 from fedge.task import TaskSpec
-from fedge.tensors import Layout, Model, Tensors
+from fedge.tensors import Layout, Model, Tensors, from_bytes
 from fedge.weights import needed_on_devices
 
 if TYPE_CHECKING:
@@ -186,24 +186,39 @@ def require_sendable(actions: Iterable[Action]) -> None:
             ) from error
 
 
-class Fleet(Protocol):
+class Fleet:
     """The devices of a federation, as a method sees them in one round. `task`: what they learn.
 
-    `descents`: of models stored as successors of others (`coordinator.fleet.versions`); None: there are none.
+    Here it is a fleet around another one, to which all requests go; subclasses change some of them, or all.
     """
 
     task: TaskSpec
-    descents: dict[str, Descent] | None
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self.task = fleet.task
+
+    @property
+    def descents(self) -> dict[str, Descent] | None:
+        """Of models stored as successors of others (`coordinator.fleet.versions`); None: there are none."""
+        return self._fleet.descents
+
+    @descents.setter
+    def descents(self, descents: dict[str, Descent] | None) -> None:
+        self._fleet.descents = descents
 
     @property
     def sites(self) -> Sites | None:
         """Where updates lie that are summed in place, such as behind relays; None: nowhere."""
+        return self._fleet.sites
 
     def devices(self) -> tuple[Device, ...]:
         """Devices that can train, by ascending id; a snapshot stored at the start of the round."""
+        return self._fleet.devices()
 
     def inference_only(self) -> tuple[Device, ...]:
         """Devices that cannot train, by ascending id, from the same snapshot: for steps without torch."""
+        return self._fleet.inference_only()
 
     async def run(self, label: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
         """Have each device do its action; one answer per action, by ascending device id.
@@ -213,6 +228,7 @@ class Fleet(Protocol):
         round's deadline. When called again after a crash with the same label and actions, answered work is not
         repeated.
         """
+        return await self._fleet.run(label, actions)
 
     def stream(self, label: str, actions: Mapping[str, Action], seen: Sequence[Seen] = ()) -> AsyncIterator[Answer]:
         """Have each device do its action; yields answers as they arrive.
@@ -227,93 +243,36 @@ class Fleet(Protocol):
         The order of answers is recorded before each is yielded. After a crash, the same calls first replay the answers
         yielded in this round, then continue.
         """
-
-    def busy(self) -> frozenset[str]:
-        """Devices with a streamed order whose answer has not been yielded yet; the same after a crash."""
-
-    def put(self, tensors: Mapping[str, NDArray[np.generic]], codec_: Codec = Codec.FLOAT32) -> BlobRef:
-        """Store a model that actions can refer to. Equal tensors give an equal reference."""
-
-    def put_bytes(self, data: bytes) -> BlobRef:
-        """Store a file that actions can refer to; the codec in the reference is meaningless."""
-
-    def get(self, ref: BlobRef, layout: Layout) -> Model:
-        """A model or an accepted update; an update's `params` are the difference from its start."""
-
-    def norms(self, ref: BlobRef, layout: Layout) -> Norms:
-        """L2 norms of the parameters and of the buffers of what `get` returns; known for updates of the last step."""
-
-    def get_bytes(self, ref: BlobRef) -> bytes:
-        """The bytes of a blob that this side `put` or a device sent."""
-
-    def get_tensors(self, ref: BlobRef) -> Tensors:
-        """Tensors in FLOAT32 that this side `put` or a device sent, with any names and shapes."""
-
-    def note(self, event: str, fields: Mapping[str, object]) -> None:
-        """Record a method's decision for people to read; no effect otherwise."""
-
-
-class FleetAround:
-    """A wrapper around a `Fleet` that delegates everything; subclasses change some of the requests."""
-
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
-        self.task = fleet.task
-        self.sites: Sites | None = fleet.sites
-
-    @property
-    def descents(self) -> dict[str, Descent] | None:
-        """Delegates: the inner fleet writes the orders."""
-        return self._fleet.descents
-
-    @descents.setter
-    def descents(self, descents: dict[str, Descent] | None) -> None:
-        self._fleet.descents = descents
-
-    def devices(self) -> tuple[Device, ...]:
-        """Delegates."""
-        return self._fleet.devices()
-
-    def inference_only(self) -> tuple[Device, ...]:
-        """Delegates."""
-        return self._fleet.inference_only()
-
-    async def run(self, label: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
-        """Delegates."""
-        return await self._fleet.run(label, actions)
-
-    def stream(self, label: str, actions: Mapping[str, Action], seen: Sequence[Seen] = ()) -> AsyncIterator[Answer]:
-        """Delegates."""
         return self._fleet.stream(label, actions, seen)
 
     def busy(self) -> frozenset[str]:
-        """Delegates."""
+        """Devices with a streamed order whose answer has not been yielded yet; the same after a crash."""
         return self._fleet.busy()
 
     def put(self, tensors: Mapping[str, NDArray[np.generic]], codec_: Codec = Codec.FLOAT32) -> BlobRef:
-        """Delegates."""
+        """Store a model that actions can refer to. Equal tensors give an equal reference."""
         return self._fleet.put(tensors, codec_)
 
     def put_bytes(self, data: bytes) -> BlobRef:
-        """Delegates."""
+        """Store a file that actions can refer to; the codec in the reference is meaningless."""
         return self._fleet.put_bytes(data)
 
     def get(self, ref: BlobRef, layout: Layout) -> Model:
-        """Delegates."""
+        """A model or an accepted update; an update's `params` are the difference from its start."""
         return self._fleet.get(ref, layout)
 
     def norms(self, ref: BlobRef, layout: Layout) -> Norms:
-        """Delegates."""
+        """L2 norms of the parameters and of the buffers of what `get` returns; known for updates of the last step."""
         return self._fleet.norms(ref, layout)
 
     def get_bytes(self, ref: BlobRef) -> bytes:
-        """Delegates."""
+        """The bytes of a blob that this side `put` or a device sent."""
         return self._fleet.get_bytes(ref)
 
     def get_tensors(self, ref: BlobRef) -> Tensors:
-        """Delegates."""
-        return self._fleet.get_tensors(ref)
+        """Tensors in FLOAT32 that this side `put` or a device sent, with any names and shapes."""
+        return from_bytes(self.get_bytes(ref))
 
     def note(self, event: str, fields: Mapping[str, object]) -> None:
-        """Delegates."""
+        """Record a method's decision for people to read; no effect otherwise."""
         self._fleet.note(event, fields)

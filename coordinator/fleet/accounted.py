@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 
 import msgspec
 
-from coordinator.fleet import Answer, Fleet, FleetAround, Seen
+from coordinator.fleet import Answer, Fleet, Seen
 from coordinator.protection import without_noise
 from fedge.errors import ConfigError
 from fedge.step import Action, unaccounted
@@ -37,7 +37,7 @@ def accounted(action: Action, privacy: Privacy) -> Action:
     return action
 
 
-class AccountedFleet(FleetAround):
+class AccountedFleet(Fleet):
     """A wrapper that adds noise to requests. Devices and tensors are those of the wrapped fleet."""
 
     def __init__(self, fleet: Fleet, privacy: Privacy) -> None:

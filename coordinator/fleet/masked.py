@@ -29,7 +29,7 @@ from typing import Literal, TypeVar
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
-from coordinator.fleet import Answer, Fleet, FleetAround, Seen
+from coordinator.fleet import Answer, Fleet, Seen
 from fedge import fixed_point
 from fedge.errors import ConfigError
 from fedge.masking import Roster, add_pair_mask, commitment, member, prg, read_roster, too_close, write_roster
@@ -118,7 +118,7 @@ class Update:
     told: TrainedMasked
 
 
-class MaskedFleet(FleetAround):
+class MaskedFleet(Fleet):
     """The `Fleet` of a round whose training is masked.
 
     `sums`: the device sets of the run's sums, with those of this round at the end.

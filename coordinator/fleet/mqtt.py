@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.fleet import Answer, Device, Seen, asked, order_for, require_sendable
+from coordinator.fleet import Answer, Device, Fleet, Seen, asked, order_for, require_sendable
 from coordinator.fleet.orders import OrderBook, OrderStatus
 from coordinator.fleet.pace import Paces, work_of
 from coordinator.fleet.quarantine import LONG_UPDATE, READMITTED, Offence, Quarantine, quarantined
@@ -59,7 +59,7 @@ from fedge.messages import (
 from fedge.sealed import Signed
 from fedge.step import Action, Refusal, Unsupported, read_action, read_result
 from fedge.task import TaskSpec
-from fedge.tensors import Layout, Model, Tensors, from_bytes
+from fedge.tensors import Layout, Model
 from fedge.topics import MODELS
 from fedge.transfer import Sender
 from fedge.transport import BrokerSettings, Inbound
@@ -94,7 +94,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
 
-class MqttFleet(Intake):
+class MqttFleet(Intake, Fleet):
     """The `Fleet` of real devices. Async context manager: inside it, the fleet is connected.
 
     `problems`: the latest refusal, failure or silence by device id. `quarantined`: devices left out of this round.
@@ -118,6 +118,7 @@ class MqttFleet(Intake):
     """
 
     descents: dict[str, Descent] | None = None
+    sites = None
     _goes_on = False
     """With a round that was begun before we were started: its orders may be older than we are."""
 
@@ -148,7 +149,6 @@ class MqttFleet(Intake):
             role=Role.COORDINATOR,
         )
         self.registry = Registry(task.fingerprint(), store.last_contexts(), no_relays, _kept_in(store))
-        self.sites = None
         self.problems: dict[str, Problem] = {}
         self.last_refused: dict[str, str] = {}  # name of an error -> device and detail of the last one
         self.quarantined: dict[str, Quarantine] = {}
@@ -621,10 +621,6 @@ class MqttFleet(Intake):
     def get(self, ref: BlobRef, layout: Layout) -> Model:
         """Decode a model or an accepted update."""
         return codec.decode(self._store.blobs.get(ref.digest), ref.codec, layout, again=True)
-
-    def get_tensors(self, ref: BlobRef) -> Tensors:
-        """Tensors that were `put`."""
-        return from_bytes(self.get_bytes(ref))
 
     def get_bytes(self, ref: BlobRef) -> bytes:
         """A blob."""

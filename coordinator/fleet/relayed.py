@@ -21,7 +21,7 @@ import numpy as np
 from msgspec import Meta, Struct
 
 from coordinator.clustering import mctc
-from coordinator.fleet import Answer, Fleet, FleetAround, Seen, asked, checked, require_sendable
+from coordinator.fleet import Answer, Fleet, Seen, asked, checked, require_sendable
 from coordinator.fleet.sites import Note, SiteMean, SiteSums
 from fedge import codec
 from fedge.codec import Norms
@@ -188,7 +188,7 @@ class _Site:
         return tuple(found)
 
 
-class RelayFleet(FleetAround):
+class RelayFleet(Fleet):
     """The `Fleet` of one round, in which devices behind relays look like any others.
 
     Args:
@@ -200,7 +200,6 @@ class RelayFleet(FleetAround):
 
     def __init__(self, fleet: Fleet, *, layout: Layout, seed: int, named: Iterable[BlobRef] = ()) -> None:
         super().__init__(fleet)
-        self.sites = self
         self._layout = layout
         self._seed = seed
         self._n_sums = 0
@@ -209,6 +208,11 @@ class RelayFleet(FleetAround):
         for ref in named if self._via else ():
             if held := self._stand_in(ref):
                 self._keep[held.via].add(held.update.digest)
+
+    @property
+    def sites(self) -> RelayFleet:
+        """This one knows where updates are."""
+        return self
 
     async def run(self, label: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
         """Run as any fleet; requests to devices behind one relay become one order."""

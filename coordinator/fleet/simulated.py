@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.fleet import Answer, Device, Seen, answering, asked, clock, order_for, require_sendable
+from coordinator.fleet import Answer, Device, Fleet, Seen, answering, asked, clock, order_for, require_sendable
 from coordinator.fleet.devices import Hardware
 from coordinator.fleet.quarantine import LONG_UPDATE, Offence, quarantined
-from coordinator.fleet.sites import Note, SiteMean, Sites, SiteSums
+from coordinator.fleet.sites import Note, SiteMean, SiteSums
 from coordinator.fleet.update_norms import OneByOne, within_limits
 from coordinator.fleet.versions import Descent
 from edge_agent import batched
@@ -39,7 +39,7 @@ from fedge.models.training import flops, shared_network
 from fedge.step import Action, Refusal, Reveals, body_of
 from fedge.task import TaskSpec
 from fedge.tasks import DeviceData
-from fedge.tensors import Layout, Model, Tensors, digest_of, from_bytes, unflatten
+from fedge.tensors import Layout, Model, digest_of, unflatten
 from fedge.weights import needed_on_devices
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class _Known:
     n_val: int
 
 
-class SimulatedFleet:
+class SimulatedFleet(Fleet):
     """Workers by device id.
 
     `round`: set by the caller that runs the rounds. `seconds`: simulated time so far; a step lasts as long as its
@@ -131,6 +131,8 @@ class SimulatedFleet:
         execute: how a step's orders are carried out; `batched.one_by_one` equals real devices to the last bit.
     """
 
+    descents: dict[str, Descent] | None = None
+
     def __init__(
         self,
         task: TaskSpec,
@@ -148,13 +150,11 @@ class SimulatedFleet:
     ) -> None:
         tune_malloc(large=True)
         self.round = 0
-        self.sites: Sites = self
         self.seconds = 0.0
         self.bytes_up = 0
         self.bytes_down = 0
         self.workers = dict(sorted(workers.items())) if isinstance(workers, dict) else workers
         self.task = task
-        self.descents: dict[str, Descent] | None = None
         self._layout = layout
         self._fingerprint = task.fingerprint()
         self._seed = seed
@@ -174,6 +174,11 @@ class SimulatedFleet:
         self.offences: dict[tuple[str, int, str], Offence] = {}
         self._waiting: list[_Asked] = []  # streamed orders not carried out yet
         self._under_way: list[_UnderWay] = []  # heap of answers to streamed orders
+
+    @property
+    def sites(self) -> SimulatedFleet:
+        """Processes that keep the updates that they made, if any do."""
+        return self
 
     def devices(self) -> tuple[Device, ...]:
         """The workers that train and are there in this round."""
@@ -470,10 +475,6 @@ class SimulatedFleet:
 
     def note(self, event: str, fields: Mapping[str, object]) -> None:
         """Ignore: nobody watches."""
-
-    def get_tensors(self, ref: BlobRef) -> Tensors:
-        """Tensors that were `put`."""
-        return from_bytes(self.get_bytes(ref))
 
     def get_bytes(self, ref: BlobRef) -> bytes:
         """A blob; an unencoded update is encoded first."""

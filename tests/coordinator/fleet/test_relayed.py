@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from coordinator.fleet import Answer, Device, FleetAround
+from coordinator.fleet import Answer, Device, Fleet
 from coordinator.fleet.relayed import Relay, Relayed, RelayFleet, SiteOrders, Sum, Summed, Told
 from coordinator.fleet.sites import SiteSums
 from coordinator.methods.averaging import ignore
@@ -24,7 +24,7 @@ from fedge.tensors import unflatten
 from tests.support.simulation import digits
 
 
-class Below(FleetAround):
+class Below(Fleet):
     """One device, and two behind relay "s", of whom d1 withholds labels. `answers`: what the relay says next."""
 
     def __init__(self, home: Path) -> None:

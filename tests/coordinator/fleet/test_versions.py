@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.fleet import FleetAround
+from coordinator.fleet import Fleet
 from coordinator.fleet.simulated import SimulatedFleet
 from coordinator.fleet.versions import Descent, leading_to, put_after
 from coordinator.methods import MethodSettings, dump, load
@@ -166,7 +166,7 @@ async def test_a_round_that_is_done_again_gives_the_same_state_and_only_late_joi
 def test_a_fleet_around_another_leaves_the_ways_to_models_with_it() -> None:
     """It is the other that writes the orders."""
     fleet, base = fleet_with(normal(0))
-    around = FleetAround(fleet)
+    around = Fleet(fleet)
     around.descents = {}
     ref = put_after(around, base, model(normal(1)), LAYOUT)
     assert fleet.descents is not None
