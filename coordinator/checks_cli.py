@@ -17,7 +17,7 @@ from fedge.config import resolve, settings_options
 from fedge.errors import ConfigError
 from fedge.task import TaskSpec
 from fedge.text import printable
-from fedge.weights import Adapt, ModelName, Weights, with_network
+from fedge.weights import Adapt, Allow, ModelName, Weights, with_network
 
 MANY: Final = 2000
 """Images of a folder that are read; of other data all."""
@@ -36,7 +36,7 @@ class CheckSettings(Struct, frozen=True, kw_only=True):
         Annotated[float, Meta(gt=0)] | None,
         Meta(description="Memory that is free on your devices; by default usual boards are compared."),
     ] = None
-    allow: Annotated[str, Meta(description="Code that a .json may name, with commas: package.module:name.")] = ""
+    allow: Allow = ""
 
 
 @click.command()

@@ -75,7 +75,7 @@ from fedge.steps.mask_shares import MIN_COHORT
 from fedge.task import TaskSpec
 from fedge.tasks import labelled, write_task
 from fedge.tensors import Layout, unflatten
-from fedge.weights import Adapt, ModelName, Weights, needed_on_devices
+from fedge.weights import Adapt, Allow, ModelName, TaskName, Weights, needed_on_devices
 
 log = logging.getLogger("fedge.coordinator")
 
@@ -119,22 +119,14 @@ class CoordinatorSettings(Credentials, frozen=True, kw_only=True):
         ]
         | None
     ) = None
-    task: Annotated[
-        str,
-        Meta(
-            description="digits, mnist, fashion-mnist, uci-har, spoken-digits, image-folder, arrays, a .json, a table's"
-            " schema (.toml) or package.module:Class."
-        ),
-    ]
+    task: TaskName
     data: (
         Annotated[Path, Meta(description="Samples of all classes that describe an image-folder or arrays task.")] | None
     ) = None
     model: ModelName = None
     weights: Weights = None
     adapt: Adapt = None
-    allow: Annotated[
-        str, Meta(description="Code that the .json of a task may name, package.module:name, comma-separated.")
-    ] = ""
+    allow: Allow = ""
     role: Annotated[
         Literal["all", "intake", "blobs"],
         Meta(description="intake, blobs: one more process beside a coordinator, with the same settings."),

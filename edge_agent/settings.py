@@ -14,6 +14,7 @@ from fedge.processor import Processor, TrainOn
 from fedge.step import Steps, known_steps
 from fedge.steps.mask_shares import MIN_COHORT
 from fedge.task import TaskSpec
+from fedge.weights import Allow, TaskName
 
 
 class AgentSettings(Credentials, frozen=True, kw_only=True):
@@ -26,13 +27,7 @@ class AgentSettings(Credentials, frozen=True, kw_only=True):
         Meta(description="Name of this device, unique in the federation: letters, digits, dot, dash, underscore."),
     ]
     home: Annotated[Path, Meta(description="Folder of this agent alone: private model, unfinished orders, bundles.")]
-    task: Annotated[
-        str,
-        Meta(
-            description="digits, mnist, fashion-mnist, uci-har, spoken-digits, image-folder, arrays, a .json, a table's"
-            " schema (.toml) or package.module:Class."
-        ),
-    ]
+    task: TaskName
     data: Annotated[Path, Meta(description="This device's samples: an .npz, or a folder with a folder per class.")]
     seed: Annotated[int, Meta(ge=0, description="Seed of the validation split, if the data have none.")] = 0
     train_on: TrainOn = Processor.CPU
@@ -88,9 +83,7 @@ class AgentSettings(Credentials, frozen=True, kw_only=True):
     steps: Annotated[
         str, Meta(description="Your own steps besides the installed ones, package.module:Class, comma-separated.")
     ] = ""
-    allow: Annotated[
-        str, Meta(description="Code that a task's .json may name, package.module:name, comma-separated.")
-    ] = ""
+    allow: Allow = ""
     keepalive_s: Annotated[
         int,
         Meta(ge=1, le=3600, description="Keep-alive; after 1.5 times this we count as gone.", extra={"unit": "s"}),

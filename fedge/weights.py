@@ -33,6 +33,16 @@ RESERVED: Final = (WEIGHTS, SIZE, ADAPT)
 _held: dict[str, bytes] = {}  # if the cache folder cannot be written
 _whole: set[Path] = set()  # files that this process has verified
 
+TaskName = Annotated[
+    str,
+    Meta(
+        description="digits, mnist, fashion-mnist, uci-har, spoken-digits, image-folder, arrays, a .json, a table's"
+        " schema (.toml) or package.module:Class."
+    ),
+]
+Allow = Annotated[
+    str, Meta(description="Code that the .json of a task may name, package.module:name, comma-separated.")
+]
 ModelName = Annotated[
     str | None, Meta(description="Network: mlp, cnn, ... or package.module:factory; by default the task's.")
 ]

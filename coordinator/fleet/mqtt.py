@@ -30,7 +30,7 @@ from coordinator.fleet import Answer, Device, Fleet, Seen, asked, order_for, req
 from coordinator.fleet.orders import OrderBook, OrderStatus
 from coordinator.fleet.pace import Paces, work_of
 from coordinator.fleet.quarantine import LONG_UPDATE, READMITTED, Offence, Quarantine, quarantined
-from coordinator.fleet.update_norms import OneByOne, within_limits
+from coordinator.fleet.update_norms import Believed, OneByOne, within_limits
 from coordinator.fleet.versions import Descent
 from coordinator.registry import Kept, Registry
 from coordinator.roles import MAX_UNDER_WAY, SAYS_NOTHING, Intake
@@ -242,37 +242,36 @@ class MqttFleet(Intake, Fleet):
 
     async def begin(self, number: int, at_least: int) -> None:
         """Begin a round: take the snapshot once `at_least` devices can be asked; or reuse the stored one."""
-        devices = await self._begun(number)
-        self._goes_on = devices is not None
-        if devices is None:
+
+        async def enough() -> None:
             await self._settle(number)
             if len(self.registry.online()) < at_least:
                 self.waiting = at_least
                 self._observe("waiting", {"round": number, "devices": at_least})
             await self._or_failure(self.registry.wait_for(at_least))
             self.waiting = 0
-            devices = await self._snapshot(number, (*self.registry.online(), *self.registry.inference_only()))
-        await self._take(number, devices)
-        self._observe("round_begun", {"round": number, "devices": len(devices)})
+
+        await self._enter(number, enough)
+        self._observe("round_begun", {"round": number, "devices": len(self._devices)})
 
     async def admit(self, number: int, tried: Mapping[str, str], equipped: Container[str]) -> None:
         """Begin a round once a device needs a bundle (`Registry.wait_for_late_joiner`); or reuse the stored one."""
-        devices = await self._begun(number)
+        await self._enter(number, lambda: self._or_failure(self.registry.wait_for_late_joiner(tried, equipped)))
+
+    async def _enter(self, number: int, ready: Callable[[], Awaitable[None]]) -> None:
+        """Set the round's devices: those that are there when it is `ready`; or, after a restart, the stored ones."""
+        self._leave_out(number, await asyncio.to_thread(self._store.offences))  # quarantined ones, from now on
+        devices = await asyncio.to_thread(self._store.snapshot, number)
         self._goes_on = devices is not None
         if devices is None:
-            await self._or_failure(self.registry.wait_for_late_joiner(tried, equipped))
-            devices = await self._snapshot(number, (*self.registry.online(), *self.registry.inference_only()))
+            await ready()
+            devices = self._present()
+            await asyncio.to_thread(self._store.begin_round, number, devices, time.time())
         await self._take(number, devices)
 
-    async def _begun(self, number: int) -> tuple[Device, ...] | None:
-        """The devices of a round that was begun before a restart; quarantined ones are left out from now on."""
-        self._leave_out(number, await asyncio.to_thread(self._store.offences))
-        return await asyncio.to_thread(self._store.snapshot, number)
-
-    async def _snapshot(self, number: int, devices: tuple[Device, ...]) -> tuple[Device, ...]:
-        """Begin a round with these devices."""
-        await asyncio.to_thread(self._store.begin_round, number, devices, time.time())
-        return devices
+    def _present(self) -> tuple[Device, ...]:
+        """The devices of a round that begins now."""
+        return *self.registry.online(), *self.registry.inference_only()
 
     def _leave_out(self, number: int, offences: Iterable[Offence]) -> None:
         """Exclude quarantined devices from this round; announced once, with the evidence."""
@@ -394,10 +393,9 @@ class MqttFleet(Intake, Fleet):
         for i, answer in found.items():
             self._learn(i, actions[i], answer, began)
             del self._actions[entries[i].order.id]
-        checked_for = asyncio.to_thread(within_limits, found, actions, self._layout, self.norms)
-        answers, doubted, suspects = await checked_for
-        await self._doubt(self._round, doubted, suspects)
-        return dict(sorted((answers | refused).items()))
+        believed = await asyncio.to_thread(within_limits, found, actions, self._layout, self.norms)
+        await self._doubt(self._round, believed)
+        return dict(sorted((believed.answers | refused).items()))
 
     async def stream(
         self, label: str, actions: Mapping[str, Action], seen: Sequence[Seen] = ()
@@ -421,19 +419,18 @@ class MqttFleet(Intake, Fleet):
             order = entry.order
             action, answer = self._actions[order.id], self._answer(entry)
             self._learn(order.device_id, action, answer, began)
-            answer, error, suspect = await asyncio.to_thread(guard.believed, answer, action)
-            doubted = {} if error is None else {order.device_id: error}
-            await self._doubt(order.round, doubted, {} if suspect is None else {order.device_id: suspect})
+            believed = await asyncio.to_thread(guard.believed, answer, action)
+            await self._doubt(order.round, believed)
             await asyncio.wrap_future(self._store.hand_out(order.id, self._round))
             self._let_go(order.id)
-            yield answer
+            yield believed.answers[order.device_id]
 
-    async def _doubt(self, number: int, refused: Mapping[str, ProtocolError], suspects: Mapping[str, str]) -> None:
-        """Store the evidence against devices of a round: updates that nobody believes, and suspicious ones."""
-        for i, error in refused.items():
+    async def _doubt(self, number: int, believed: Believed) -> None:
+        """Store the evidence against devices of a round: updates that are refused, and suspicious ones."""
+        for i, error in believed.refused.items():
             self._refuse(error, i, self._topics.agent(i, "reports"))
-        found = [(i, error.name, str(error)) for i, error in refused.items()]
-        found += [(i, LONG_UPDATE, detail) for i, detail in suspects.items()]
+        found = [(i, error.name, str(error)) for i, error in believed.refused.items()]
+        found += [(i, LONG_UPDATE, detail) for i, detail in believed.suspects.items()]
         new = await asyncio.gather(*(self._accuse(i, number, name, detail) for i, name, detail in found))
         for (i, name, detail), first in zip(found, new, strict=True):
             if first and name == LONG_UPDATE:

@@ -12,8 +12,8 @@ from __future__ import annotations
 import logging
 import math
 from collections import defaultdict
-from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, ClassVar, Final, TypeVar
 
 import msgspec
@@ -163,31 +163,6 @@ class StandIn(Struct, frozen=True, kw_only=True):
     norms: tuple[float, float]
 
 
-@dataclass(frozen=True, slots=True)
-class _Site:
-    """The requests to a site in one step, by the devices' own names."""
-
-    actions: dict[str, Action]
-
-    def orders(self, seed: int, layout: Layout, keep: Collection[str]) -> SiteOrders:
-        kinds = {id(action): action for action in self.actions.values()}  # usually one action shared by all
-        numbers = {key: n for n, key in enumerate(kinds)}
-        return SiteOrders(
-            seed=seed,
-            layout=layout,
-            keep=tuple(sorted(keep)),
-            asked=tuple(Asked(a.STEP, a.VERSION, body_of(a)) for a in kinds.values()),
-            devices={i: numbers[id(action)] for i, action in self.actions.items()},
-        )
-
-    def models(self) -> tuple[BlobRef, ...]:
-        kinds = {id(action): action for action in self.actions.values()}
-        found = dict.fromkeys(ref for action in kinds.values() for ref in blobs_of(action))
-        if len(found) > MAX_MODELS:
-            raise ConfigError(f"a step names {len(found)} models, and an order to a relay holds {MAX_MODELS}")
-        return tuple(found)
-
-
 class RelayFleet(Fleet):
     """The `Fleet` of one round, in which devices behind relays look like any others.
 
@@ -220,25 +195,38 @@ class RelayFleet(Fleet):
         devices = {d.id: d for d in (*self.devices(), *self.inference_only())}
         require_sendable(action for i, action in actions.items() if i in self._via)
         own, refused = asked(devices, {i: action for i, action in actions.items() if i in self._via}, self.task)
-        sites: dict[str, _Site] = {}
+        sites: defaultdict[str, dict[str, Action]] = defaultdict(dict)
         work: dict[str, float] = {}
         for i, action in sorted(own.items()):
             via, n = self._via[i], devices[i].n_samples
-            sites.setdefault(via, _Site({})).actions[self._name(i)] = action
+            sites[via][self._name(i)] = action
             work[via] = max(work.get(via, 0.0), action.passes(n, n, n))
-        orders: dict[str, Action] = {
-            via: Relay(
-                orders=self.put_bytes(msgspec.msgpack.encode(site.orders(self._seed, self._layout, self._keep[via]))),
-                models=site.models(),
-                work=work[via],
-                bundles=any(action.exports for action in site.actions.values()),
-            )
-            for via, site in sites.items()
-        }
+        orders = {via: self._relay(via, of_site, work[via]) for via, of_site in sites.items()}
         answers = await self._fleet.run(label, direct | orders)
-        for via, site in sites.items():
-            answers |= self._told(via, answers.pop(via), site.actions)
+        for via, of_site in sites.items():
+            answers |= self._told(via, answers.pop(via), of_site)
         return dict(sorted((answers | {i: Answer(i, refusal) for i, refusal in refused.items()}).items()))
+
+    def _relay(self, via: str, actions: Mapping[str, Action], work: float) -> Action:
+        """The requests to a site's devices, by their own names, as one."""
+        kinds = {id(action): action for action in actions.values()}  # usually one action shared by all
+        models = dict.fromkeys(ref for action in kinds.values() for ref in blobs_of(action))
+        if len(models) > MAX_MODELS:
+            raise ConfigError(f"a step names {len(models)} models, and an order to a relay holds {MAX_MODELS}")
+        numbers = {key: n for n, key in enumerate(kinds)}
+        orders = SiteOrders(
+            seed=self._seed,
+            layout=self._layout,
+            keep=tuple(sorted(self._keep[via])),
+            asked=tuple(Asked(a.STEP, a.VERSION, body_of(a)) for a in kinds.values()),
+            devices={i: numbers[id(action)] for i, action in actions.items()},
+        )
+        return Relay(
+            orders=self.put_bytes(msgspec.msgpack.encode(orders)),
+            models=tuple(models),
+            work=work,
+            bundles=any(action.exports for action in kinds.values()),
+        )
 
     def _name(self, device_id: str) -> str:
         """The device's name on its site."""

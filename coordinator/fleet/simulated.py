@@ -22,7 +22,7 @@ from coordinator.fleet import Answer, Device, Fleet, Seen, answering, asked, clo
 from coordinator.fleet.devices import Hardware
 from coordinator.fleet.quarantine import LONG_UPDATE, Offence, quarantined
 from coordinator.fleet.sites import Note, SiteMean, SiteSums
-from coordinator.fleet.update_norms import OneByOne, within_limits
+from coordinator.fleet.update_norms import Believed, OneByOne, within_limits
 from coordinator.fleet.versions import Descent
 from edge_agent import batched
 from edge_agent.device import CACHED_MODELS, Unpacked
@@ -245,11 +245,7 @@ class SimulatedFleet(Fleet):
         answers |= {answer.device_id: answer for answer in self._carried_out(orders, self._deadline_s)}
         answers = dict(sorted(answers.items()))
         waits = {i: max(0.0, free_at - self.seconds) for i, free_at in self._free_at().items()}
-        answers, refused, suspects = within_limits(answers, actions, self._layout, self.norms)
-        for i, error in refused.items():
-            self._refuse(i, error)
-        for i, detail in suspects.items():
-            self._accuse(i, LONG_UPDATE, detail)
+        answers = self._believed(within_limits(answers, actions, self._layout, self.norms))
         self.seconds += max((waits.get(i, 0.0) + answer.seconds for i, answer in answers.items()), default=0.0)
         await asyncio.sleep(0)  # lets Ctrl-C in
         return answers
@@ -274,15 +270,19 @@ class SimulatedFleet(Fleet):
             if not self._under_way or self._under_way[0].at >= min((a.ends for a in self._waiting), default=math.inf):
                 self._catch_up()
             coming = self._under_way[0]
-            answer, error, suspect = guard.believed(coming.answer, coming.action)
-            if error is not None:
-                self._refuse(answer.device_id, error)
-            if suspect is not None:
-                self._accuse(answer.device_id, LONG_UPDATE, suspect)
+            (answer,) = self._believed(guard.believed(coming.answer, coming.action)).values()
             heapq.heappop(self._under_way)
             self.seconds = max(self.seconds, coming.at)
             await asyncio.sleep(0)
             yield answer
+
+    def _believed(self, found: Believed) -> dict[str, Answer]:
+        """The answers that are; the evidence against devices is recorded."""
+        for i, error in found.refused.items():
+            self._refuse(i, error)
+        for i, detail in found.suspects.items():
+            self._accuse(i, LONG_UPDATE, detail)
+        return found.answers
 
     def _catch_up(self) -> None:
         """Carry out the streamed orders that wait."""

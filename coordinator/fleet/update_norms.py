@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -38,31 +38,37 @@ HUGE: Final = 1e15
 """Norm from which on a network of float32 numbers computes nothing any more, whatever the others have sent."""
 
 
+class Believed(NamedTuple):
+    """The answers of a step, refused ones without result; why those were refused; why others are suspicious."""
+
+    answers: dict[str, Answer]
+    refused: dict[str, ProtocolError]
+    suspects: dict[str, str]
+
+
 def limited(
     answers: Mapping[str, Answer],
     norms: Mapping[str, Norms],
     norms_of_start: Callable[[str], Norms],
     seen: Sequence[Seen] = (),
-) -> tuple[dict[str, Answer], dict[str, ProtocolError]]:
-    """The answers of a step without disproportionate ones, and why those were refused.
+) -> Believed:
+    """The answers of a step without disproportionate ones: `update-too-large`.
 
     An update is refused if its parameters or its buffers have a norm above 100 times the median of the step and above
-    10 times that of the model it changes, or above 1e15. A claimed number of samples is limited to 100 times the
-    median, for its weight in a mean.
+    10 times that of the model it changes, or above 1e15. It is suspicious if its parameters have a norm above 5 times
+    the median and above that of the model. A claimed number of samples is limited to 100 times the median, for its
+    weight in a mean.
 
     Args:
         answers: of a step, by device id.
         norms: of each update among them, by device id.
-        norms_of_start: of the model that a device trained; requested for those above the median's limit.
+        norms_of_start: of the model that a device trained; requested for those above a median's limit.
         seen: earlier updates, which count in the medians as well.
-
-    Returns:
-        The answers, refused ones without result; `update-too-large` for each refused one.
     """
     usual = [_limit([norm[part] for norm in (*(s.norms for s in seen), *norms.values())]) for part in range(2)]
     claims = [a.result.n_samples for a in answers.values() if isinstance(a.result, Trained)]
-    most = _limit([*(s.n_samples for s in seen), *claims])
-    kept, refused = dict(answers), dict[str, ProtocolError]()
+    most, middle = _limit([*(s.n_samples for s in seen), *claims]), usual[0] / FACTOR
+    found = Believed(dict(answers), {}, {})
     for i, answer in answers.items():
         result = answer.result
         if not isinstance(result, Trained):
@@ -73,11 +79,15 @@ def limited(
             limits = [min(max(pair), HUGE) for pair in zip(usual, own, strict=True)]
         if _beyond(norms[i], limits):
             detail = "norms {:.3g}, {:.3g} of parameters and buffers; at most {:.3g}, {:.3g} are believed"
-            refused[i] = ProtocolError("update-too-large", detail.format(*norms[i], *limits))
-            kept[i] = replace(answer, result=None)
-        elif result.n_samples > most:
-            kept[i] = replace(answer, result=msgspec.structs.replace(result, n_samples=int(most)))
-    return kept, refused
+            found.refused[i] = ProtocolError("update-too-large", detail.format(*norms[i], *limits))
+            found.answers[i] = replace(answer, result=None)
+            continue
+        if result.n_samples > most:
+            found.answers[i] = replace(answer, result=msgspec.structs.replace(result, n_samples=int(most)))
+        if (norm := norms[i][0]) > SUSPECT * middle and norm > norms_of_start(i)[0]:
+            text = f"norm {norm:.3g}, {norm / middle:.1f} times the median and longer than the model that it changes"
+            found.suspects[i] = text
+    return found
 
 
 def within_limits(
@@ -86,8 +96,8 @@ def within_limits(
     layout: Layout,
     norms_of: Callable[[BlobRef, Layout], Norms],
     seen: Sequence[Seen] = (),
-) -> tuple[dict[str, Answer], dict[str, ProtocolError], dict[str, str]]:
-    """`limited` and `suspects` for a fleet that knows the norms of updates with this layout."""
+) -> Believed:
+    """`limited` for a fleet that knows the norms of updates with this layout."""
 
     def norms_of_start(i: str) -> Norms:
         action = actions[i]
@@ -100,8 +110,7 @@ def within_limits(
         for i, answer in answers.items()
         if isinstance(answer.result, Trained) and isinstance(action := actions[i], Train)
     }
-    kept, refused = limited(answers, norms, norms_of_start, seen)
-    return kept, refused, suspects(kept, norms, norms_of_start, seen)
+    return limited(answers, norms, norms_of_start, seen)
 
 
 class OneByOne:
@@ -120,30 +129,15 @@ class OneByOne:
         self._norms_of = cache(norms_of)
         self._seen = list(seen)
 
-    def believed(self, answer: Answer, action: Action) -> tuple[Answer, ProtocolError | None, str | None]:
-        """The answer, why it was refused, and what is suspicious about it; refused ones do not affect later limits."""
+    def believed(self, answer: Answer, action: Action) -> Believed:
+        """What is believed of one answer; refused ones do not affect later limits."""
         i = answer.device_id
-        found, refused, suspicious = within_limits({i: answer}, {i: action}, self._layout, self._norms_of, self._seen)
-        kept = found[i]
+        found = within_limits({i: answer}, {i: action}, self._layout, self._norms_of, self._seen)
+        kept = found.answers[i]
         if isinstance(kept.result, Trained) and isinstance(action, Train):
             norms = self._norms_of(kept.result.update, self._layout.without(action.personal))
             self._seen.append(Seen(norms=norms, n_samples=kept.result.n_samples))
-        return kept, refused.get(i), suspicious.get(i)
-
-
-def suspects(
-    answers: Mapping[str, Answer],
-    norms: Mapping[str, Norms],
-    norms_of_start: Callable[[str], Norms],
-    seen: Sequence[Seen] = (),
-) -> dict[str, str]:
-    """Updates that no honest device sends, in words; arguments as for `limited`."""
-    middle = _limit([norm for norm, _ in (*(s.norms for s in seen), *norms.values())]) / FACTOR
-    return {
-        i: f"norm {norm:.3g}, {norm / middle:.1f} times the median and longer than the model that it changes"
-        for i, (norm, _) in norms.items()
-        if answers[i].result is not None and norm > SUSPECT * middle and norm > norms_of_start(i)[0]
-    }
+        return found
 
 
 def _beyond(norms: Iterable[float], limits: Iterable[float]) -> bool:

@@ -21,6 +21,7 @@ from fedge.credentials import Credentials
 from fedge.logs import bind
 from fedge.stopping import INTERRUPTED
 from fedge.tasks import task_spec
+from fedge.weights import Allow
 
 Observer = Callable[[str, dict[str, Any]], None]
 
@@ -33,9 +34,7 @@ class RelaySettings(Credentials, frozen=True, kw_only=True):
     id: Annotated[Name, Meta(description="Name of the site; its devices are called ID.DEVICE above.")]
     home: Annotated[Path, Meta(description="Folder of the durable state. One relay each.")]
     task: Annotated[str, Meta(description="As that of the coordinator: a name, or its task.json.")]
-    allow: Annotated[
-        str, Meta(description="Code that the .json of a task may name, package.module:name, comma-separated.")
-    ] = ""
+    allow: Allow = ""
     site_broker: Annotated[str, Meta(description="MQTT broker of the site, HOST:PORT.")]
     site_federation: Annotated[Name, Meta(description="Name of the federation that the site's devices take part in.")]
     site_identity: (

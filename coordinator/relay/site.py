@@ -21,7 +21,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 import numpy as np
 
-from coordinator.fleet import Answer
+from coordinator.fleet import Answer, Device
 from coordinator.fleet.mqtt import MqttFleet
 from coordinator.fleet.relayed import Relay, Relayed, SiteOrders, Sum, Summed, Told
 from coordinator.fleet.sites import SiteSums, averages
@@ -76,12 +76,15 @@ class SiteFleet(MqttFleet):
         """
         if self._round == number:
             return
-        devices = await self._begun(number)
-        if devices is None:
+
+        async def heard() -> None:
             await self.hear_of(ids, self.left_s / 4)
             await asyncio.to_thread(self._store.keep_only, keep)
-            devices = await self._snapshot(number, self.registry.known())
-        await self._take(number, devices)
+
+        await self._enter(number, heard)
+
+    def _present(self) -> tuple[Device, ...]:
+        return self.registry.known()
 
     def listed(self) -> tuple[SiteDevice, ...]:
         """The devices present, as the relay's status lists them."""
