@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack
@@ -20,7 +21,9 @@ import pytest
 from coordinator.fleet import Answer, checking, mqtt
 from coordinator.fleet.mqtt import MqttFleet
 from coordinator.fleet.orders import OrderStatus
-from coordinator.store import DEVICES, EXPIRED, Entry, Store
+from coordinator.methods import State
+from coordinator.service import commit
+from coordinator.store import DEVICES, EXPIRED, RECALLED_ROUNDS, Entry, Store
 from fedge import codec
 from fedge.broker import LocalBroker
 from fedge.errors import ConfigError, ProtocolError, StoreError
@@ -181,6 +184,27 @@ async def test_an_answer_that_an_intake_accepted_first_may_be_handed_out_before_
     assert [answer async for answer in stream] == []
     assert (await a.ack(order.id)).accepted
     await fleet.rest(0.6)  # raises what failed in the background
+
+
+async def test_what_an_intake_accepted_while_the_method_worked_is_kept_when_the_round_is_committed(
+    one_broker: LocalBroker, stack: AsyncExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mqtt, "LOOK_AT_STORE_S", 60.0)
+    home = tmp_path / "server"
+    store = stack.enter_context(contextlib.closing(Store(home)))
+    intake = stack.enter_context(contextlib.closing(Store(home, intake=True)))
+    fleet, (a, b) = await federation(stack, one_broker, store, "a", "b")
+    stream = fleet.stream("s", dict.fromkeys(("a", "b"), train(fleet)))
+    first = asyncio.create_task(anext(stream))
+    await a.report(await a.order("s"), a.trained(0.5))
+    assert (await first).device_id == "a"
+    result = b.trained(0.25)
+    store.blobs.put(b.blobs[result.update.digest])
+    os.utime(store.blobs.path(result.update.digest), (0.0, 0.0))  # longer ago than what is spared for its age
+    intake.accept(report_of(await b.order("s"), result, 0.5), time.time()).result()
+    await commit(store, fleet, 1, State(round=1, layout=LAYOUT), 0.0, RECALLED_ROUNDS)
+    assert result.update.digest in store.blobs
+    assert (await anext(stream)).device_id == "b"
 
 
 async def test_an_answer_that_came_while_the_method_worked_is_handed_out_at_once(
