@@ -24,19 +24,16 @@ import os
 
 os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
-import argparse
-import json
 import platform
 import random
 import statistics
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from processes import machine
+from script import finish, machine, parser_of, show
 
 from coordinator.aggregation import cluster_averages
 from fedge.tensors import Layout, Model, TensorInfo
@@ -148,20 +145,12 @@ def report(repeats: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--repeats", type=int, default=9, help="runs of each rival (default 9)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     arguments = parser.parse_args()
     figures = report(arguments.repeats)
-    for result in figures["results"]:
-        print(f"{result['updates']} updates of {result['update_mb']} MB")
-        for name, rate in result["gb_per_s"].items():
-            ratio = result["ratio_to_sum64"].get(name)
-            print(f"  {name:13} {rate:7.2f} GB/s" + (f"   {ratio:5.2f} of sum64" if ratio is not None else ""))
-        print(f"  peak memory of K5: {result['peak_over_experts']} of the experts' float64 sums")
-        print(f"  claim (K5 >= {MIN_RATIO} of sum64): {'holds' if result['claim_holds'] else 'does not hold'}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
+    show(figures["results"])
+    finish(arguments, figures)
 
 
 if __name__ == "__main__":

@@ -10,9 +10,7 @@ Run: python benchmarks/at_rest.py [--orders 10] [--json FILE]
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import statistics
 import tempfile
 import time
@@ -22,6 +20,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import psutil
+from script import finish, parser_of, show
 
 from coordinator.checks import first_model
 from edge_agent.settings import AgentSettings
@@ -126,18 +125,14 @@ def orders(network: str, n_orders: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--orders", type=int, default=10, help="that count, of each kind (default 10)")
-    parser.add_argument("--json", type=Path, help="write all values to this file")
     options = parser.parse_args()
-    figures: dict[str, Any] = {"memory": asyncio.run(memory()), "order": {}}
-    for when, values in figures["memory"].items():
-        print(f"{when:>24}  " + "  ".join(f"{name} {value:.0f}" for name, value in values.items()))
-    for network in NETWORKS:
-        values = figures["order"][network] = orders(network, options.orders)
-        print(f"{network:>24}  " + "  ".join(f"{name} {value:.3f}" for name, value in values.items()))
-    if options.json:
-        options.json.write_text(json.dumps(figures, indent=1), encoding="utf-8")
+    figures: dict[str, Any] = {"memory": asyncio.run(memory())}
+    show({"": when} | values for when, values in figures["memory"].items())
+    figures["order"] = {network: orders(network, options.orders) for network in NETWORKS}
+    show({"": network} | values for network, values in figures["order"].items())
+    finish(options, figures)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import itertools
 import json
 import logging
 import math
@@ -46,14 +47,15 @@ from typing import Any, Final, get_args
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
+from script import finish, markdown, parser_of, several
 
 from coordinator.aggregation import rules
 from coordinator.methods import Server, make
 from coordinator.protection import Rule
-from coordinator.simulation import rounds
 from coordinator.simulation.evaluation import Evaluation
 from coordinator.simulation.federation import Federation, deal, gather
-from coordinator.simulation.settings import Hardware, Scenario
+from coordinator.simulation.rounds import run as run_rounds
+from coordinator.simulation.settings import Scenario
 from edge_agent import batched
 from edge_agent.device import Unpacked
 from edge_agent.worker import Finished
@@ -212,7 +214,7 @@ def run(case: Case, home: Path) -> dict[str, Any]:
         alpha=case.alpha,
         rounds=20,
         codec=Codec.FLOAT32,
-        hardware=Hardware.NONE,
+        hardware="none",
         average=case.rule,
         evaluate_every=20,
     )
@@ -225,7 +227,7 @@ def run(case: Case, home: Path) -> dict[str, Any]:
     method = make(case.method, scenario.for_method(case.seed, {}), Server(federation.task, federation.server_data))
     fleet, first, workers = gather(federation, scenario, case.seed, home, execute)
     state = method.init(federation.layout, first)
-    state = asyncio.run(rounds.run(method, state, fleet))
+    state = asyncio.run(run_rounds(method, state, fleet))
     final = Evaluation(federation, workers, ids).finally_(method, state, fleet)
     suspected = {offence.device_id for offence in fleet.offences.values()}
     return {
@@ -254,14 +256,10 @@ def flipped(federation: Federation, hostile: frozenset[str]) -> Federation:
 
 def cases(args: argparse.Namespace) -> Iterator[Case]:
     """The clean run of each setting, and the attacks."""
-    for seed in args.seeds:
-        for alpha in args.alphas:
-            for share in args.shares:
-                for method in args.methods:
-                    for rule in args.rules:
-                        yield Case(method, rule, "", 0.0, alpha, seed, args.devices)
-                        for attack in args.attacks:
-                            yield Case(method, rule, attack, share, alpha, seed, args.devices)
+    settings = itertools.product(args.seeds, args.alphas, args.shares, args.methods, args.rules)
+    for seed, alpha, share, method, rule in settings:
+        for attack in ("", *args.attacks):
+            yield Case(method, rule, attack, share if attack else 0.0, alpha, seed, args.devices)
 
 
 def of_honest(case: Case, found: dict[Case, dict[str, Any]]) -> float:
@@ -274,21 +272,16 @@ def of_honest(case: Case, found: dict[Case, dict[str, Any]]) -> float:
 
 def table(found: dict[Case, dict[str, Any]], args: argparse.Namespace) -> str:
     """Accuracy of honest devices in per cent, a row for each method, alpha, share and rule; `clean` first."""
-    lines = ["| method | alpha | hostile | rule | clean | " + " | ".join(args.attacks) + " |"]
-    lines.append("|" + "---|" * (5 + len(args.attacks)))
-    for method in args.methods:
-        for alpha in args.alphas:
-            for share in args.shares:
-                for rule in args.rules:
-                    runs = [
-                        Case(method, rule, a, share, alpha, seed, args.devices)
-                        for a in ("", *args.attacks)
-                        for seed in args.seeds
-                    ]
-                    of_seeds = np.reshape([of_honest(case, found) for case in runs], (-1, len(args.seeds)))
-                    cells = " | ".join(f"{value:.1f}" for value in of_seeds.mean(axis=1))
-                    lines.append(f"| {method} | {alpha} | {share:.0%} | {rule} | {cells} |")
-    return "\n".join(lines)
+    lines = []
+    for method, alpha, share, rule in itertools.product(args.methods, args.alphas, args.shares, args.rules):
+        runs = [
+            Case(method, rule, attack, share, alpha, seed, args.devices)
+            for attack in ("", *args.attacks)
+            for seed in args.seeds
+        ]
+        of_seeds = np.reshape([of_honest(case, found) for case in runs], (-1, len(args.seeds)))
+        lines.append([method, alpha, f"{share:.0%}", rule, *(f"{value:.1f}" for value in of_seeds.mean(axis=1))])
+    return markdown(["method", "alpha", "hostile", "rule", "clean", *args.attacks], lines)
 
 
 # ----------------------------------------------------------------------------------------------------------- ByzFL
@@ -317,20 +310,15 @@ def check_byzfl() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-
-    def several(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
-        return lambda text: tuple(kind(part) for part in text.split(","))
-
+    parser = parser_of(__doc__)
     parser.add_argument("--out", type=Path, default=Path("attacks"), help="folder of the runs")
-    parser.add_argument("--methods", type=several(str), default=("fedavg", "fedge"))
-    parser.add_argument("--rules", type=several(str), default=get_args(Rule))
-    parser.add_argument("--attacks", type=several(str), default=ATTACKS)
+    parser.add_argument("--methods", type=several(), default=("fedavg", "fedge"))
+    parser.add_argument("--rules", type=several(), default=get_args(Rule))
+    parser.add_argument("--attacks", type=several(), default=ATTACKS)
     parser.add_argument("--shares", type=several(float), default=(0.2, 0.1, 0.3))
     parser.add_argument("--alphas", type=several(float), default=(0.5, 0.1))
     parser.add_argument("--seeds", type=several(int), default=(0,))
     parser.add_argument("--devices", type=int, default=10)
-    parser.add_argument("--json", type=Path, help="also write all runs to this file")
     parser.add_argument("--check-byzfl", action="store_true", help="compare rules and attacks with ByzFL's, and end")
     args = parser.parse_args()
     if args.check_byzfl:
@@ -347,8 +335,7 @@ def main() -> None:
             write_atomically(file, json.dumps(dataclasses.asdict(case) | outcome).encode())
         found[case] = json.loads(file.read_text())
     print(table(found, args))
-    if args.json:
-        args.json.write_text(json.dumps(list(found.values()), indent=1))
+    finish(args, list(found.values()))
 
 
 if __name__ == "__main__":

@@ -12,9 +12,8 @@ Run: python benchmarks/checks.py [--numbers 65537 1000000 11250000] [--updates 4
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
+import itertools
 import statistics
 import tempfile
 import time
@@ -22,6 +21,7 @@ from contextlib import closing
 from pathlib import Path
 
 import numpy as np
+from script import finish, parser_of, show
 
 from coordinator.fleet import checking
 from fedge import codec
@@ -75,28 +75,16 @@ async def measure(numbers: int, how: Codec, updates: int, repetitions: int) -> d
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--numbers", type=int, nargs="+", default=[65_537, 1_000_000, 11_250_000], help="of an update")
     parser.add_argument("--codec", type=Codec, nargs="+", default=[Codec.INT8, Codec.FLOAT32], help="of the updates")
     parser.add_argument("--updates", type=int, default=40, help="that wait at once (default 40)")
     parser.add_argument("--repetitions", type=int, default=5, help="of each side (default 5)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     args = parser.parse_args()
-    print("   numbers codec        reports/s: thread  processes  ratio   stall ms: thread  processes")
-    rows = []
-    for numbers in args.numbers:
-        for how in args.codec:
-            row = asyncio.run(measure(numbers, how, args.updates, args.repetitions))
-            thread, processes = row["thread"], row["processes"]
-            print(
-                f"{numbers:>10} {how:<12} {thread['reports_s']:17.0f} {processes['reports_s']:10.0f}"
-                f" {processes['reports_s'] / thread['reports_s']:6.2f} {thread['stall_ms']:18.1f}"
-                f" {processes['stall_ms']:10.1f}",
-                flush=True,
-            )
-            rows.append(row)
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    cases = itertools.product(args.numbers, args.codec)
+    rows = [asyncio.run(measure(numbers, how, args.updates, args.repetitions)) for numbers, how in cases]
+    show(rows)
+    finish(args, rows)
 
 
 if __name__ == "__main__":

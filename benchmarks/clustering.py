@@ -17,18 +17,18 @@ Run: python benchmarks/clustering.py [--devices 250 500 1000 2000 5000 10000] [-
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import resource
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from processes import machine
+from script import finish, machine, parser_of, plot
 
 ALGORITHMS = ("aidc", "mctc")
 N_GROUPS = 5
@@ -89,13 +89,7 @@ def table(algorithm: str, sizes: list[int], noise: float) -> list[dict[str, Any]
     return rows
 
 
-def plot(figures: dict[str, Any], path: Path) -> None:
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
+def growth(figures: dict[str, Any], left: Any, right: Any) -> None:
     for algorithm in ALGORITHMS:
         rows = figures[algorithm]
         sizes = [row["devices"] for row in rows]
@@ -106,14 +100,12 @@ def plot(figures: dict[str, Any], path: Path) -> None:
         axes.set(xlabel="devices", ylabel=label)
         axes.grid(visible=True, which="both", alpha=0.3)
         axes.legend()
-    figure.savefig(path, dpi=150)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--devices", type=int, nargs="+", default=[250, 500, 1000, 2000, 3000, 5000, 10_000])
     parser.add_argument("--noise", type=float, default=0.05, help="sd of a channel of a profile (default 0.05)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them")
     parser.add_argument("--one", nargs=2, metavar=("ALGORITHM", "N"), help="one case, figures to standard output")
     args = parser.parse_args()
@@ -122,10 +114,9 @@ def main() -> None:
         return
     figures: dict[str, Any] = {"benchmark": "clustering", **machine()}
     figures |= {algorithm: table(algorithm, sorted(args.devices), args.noise) for algorithm in ALGORITHMS}
-    if args.json:
-        args.json.write_text(json.dumps(figures, indent=2) + "\n")
+    finish(args, figures)
     if args.plot:
-        plot(figures, args.plot)
+        plot(args.plot, partial(growth, figures), n=2, figsize=(9, 3.5))
 
 
 if __name__ == "__main__":

@@ -11,14 +11,13 @@ once for each device is told apart. OUT keeps the backbone, every run and the ta
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import io
 import json
-import sys
 import tempfile
 import zipfile
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,12 +25,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
+from script import markdown, parser_of, plot, say
 from torch import nn
 
 from coordinator.methods import make
 from coordinator.methods.fedavg import FedAvgState
 from coordinator.simulation.federation import deal, gather
-from coordinator.simulation.settings import Hardware, Scenario
+from coordinator.simulation.rounds import run as run_rounds
+from coordinator.simulation.settings import Scenario
 from fedge import models, preprocess, weights
 from fedge.files import write_atomically
 from fedge.messages import Codec
@@ -88,7 +89,7 @@ def backbone(archive: Path, out: Path, task: TaskSpec, size: Mapping[str, int], 
         Trainer(network, preprocess.apply(task, moved(x, rng)), y, sgd, rng).run(sgd.steps)
         write_atomically(file, to_bytes(unflatten(network.dump(), network.layout)))
         write_atomically(log, json.dumps({"epochs": epoch + 1, "images": len(y)}).encode())
-        print(f"backbone: epoch {epoch + 1} of {size['epochs']}", file=sys.stderr, flush=True)
+        say(f"backbone: epoch {epoch + 1} of {size['epochs']}")
     settle(network, preprocess.apply(task, x[np.random.default_rng(0).permutation(len(x))[:SEEN]]))
     write_atomically(file, to_bytes(unflatten(network.dump(), network.layout)))
     return file
@@ -131,27 +132,27 @@ async def run(scenario: Scenario, seed: int) -> dict[str, Any]:
         method = make("fedavg", scenario.for_method(seed, {}))
         state: FedAvgState = method.begin(federation.layout, first)
         met: set[str] = set()
-        while True:
-            met |= state.participations.keys()
-            if state.round % scenario.spacing == 0:
-                model = fleet.get(state.model, federation.layout)
-                accuracy = float((network.logits(model, x).argmax(axis=1) == y).mean())
-                frozen = len(met) * once.size_bytes if once else 0
-                curve.append(
-                    {
-                        "round": state.round,
-                        "accuracy": accuracy,
-                        "up": fleet.bytes_up / 1e6,
-                        "down": (fleet.bytes_down - frozen) / 1e6,
-                        "once": frozen / 1e6,
-                    }
-                )
-                print(f"  {curve[-1]}", file=sys.stderr, flush=True)
-            if state.round == scenario.rounds:
-                return {"params": federation.layout.n_params, "curve": curve}
-            fleet.round = state.round + 1
-            state = await method.advance(state, fleet)
-            fleet.keep_only({state.model.digest} | fleet.needed())
+
+        def on_round(state: FedAvgState) -> None:
+            met.update(state.participations)
+            if state.round % scenario.spacing:
+                return
+            logits = network.logits(fleet.get(state.model, federation.layout), x)
+            frozen = len(met) * once.size_bytes if once else 0
+            curve.append(
+                {
+                    "round": state.round,
+                    "accuracy": float((logits.argmax(axis=1) == y).mean()),
+                    "up": fleet.bytes_up / 1e6,
+                    "down": (fleet.bytes_down - frozen) / 1e6,
+                    "once": frozen / 1e6,
+                }
+            )
+            say(f"  {curve[-1]}")
+
+        on_round(state)
+        await run_rounds(method, state, fleet, on_round, scenario.rounds)
+    return {"params": federation.layout.n_params, "curve": curve}
 
 
 def table(found: Mapping[str, list[dict[str, Any]]]) -> str:
@@ -159,37 +160,29 @@ def table(found: Mapping[str, list[dict[str, Any]]]) -> str:
     ends = {name: [each["curve"][-1] for each in runs] for name, runs in found.items()}
     mean = {n: {key: float(np.mean([e[key] for e in own])) for key in own[0]} for n, own in ends.items()}
     whole = max((own for name, own in mean.items() if "float32" in name), key=lambda own: own["accuracy"])
-    rows = [["trained", "numbers", "accuracy", "points lost", "MB up", "less", "MB down", "less", "MB once"]]
+    head = ["trained", "numbers", "accuracy", "points lost", "MB up", "less", "MB down", "less", "MB once"]
+    rows = []
     for name, own in mean.items():
         lost = 100 * (whole["accuracy"] - own["accuracy"])
         bytes_ = [text for way in ("up", "down") for text in (f"{own[way]:.2f}", f"1/{whole[way] / own[way]:.0f}")]
         shown = f"{100 * own['accuracy']:.1f}"
         rows.append([name, str(found[name][0]["params"]), shown, f"{lost:.1f}", *bytes_, f"{own['once']:.0f}"])
-    rows.insert(1, ["---"] * len(rows[0]))
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return markdown(head, rows)
 
 
-def plot(found: Mapping[str, list[dict[str, Any]]], file: Path) -> None:
+def curves(found: Mapping[str, list[dict[str, Any]]], axes: Any) -> None:
     """Accuracy against megabytes up and down, one line a run."""
-    import matplotlib as mpl
-
-    mpl.use("agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4.5))
     for name, runs in found.items():
         points = runs[0]["curve"]
         accuracy = np.mean([[100 * p["accuracy"] for p in each["curve"]] for each in runs], axis=0)
         axes.plot([max(p["up"] + p["down"], 0.1) for p in points], accuracy, marker=".", label=name)
     axes.set(xscale="log", xlabel="MB up and down, all devices", ylabel="accuracy of the global model, %")
     axes.legend()
-    figure.tight_layout()
-    figure.savefig(file, dpi=120)
 
 
 def main() -> None:
     """Make the backbone, do the runs that are missing, show all."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("archive", type=Path, help="cifar10-jpeg.zip, with train/ and test/")
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--full", action="store_true", help="all images and 100 rounds: for a GPU")
@@ -210,7 +203,7 @@ def main() -> None:
         for name in given.runs:
             kept = given.out / f"{name.replace(', ', '-').replace(':', '-')}-{seed}.json"
             if not kept.exists():
-                print(f"{name}, seed {seed}", file=sys.stderr, flush=True)
+                say(f"{name}, seed {seed}")
                 settings = {"learning_rate": 0.01, **RUNS[name]}
                 scenario = Scenario(
                     task="arrays",
@@ -225,7 +218,7 @@ def main() -> None:
                     evaluate_every=size["rounds"] // 5,
                     server_data=0.0,
                     down="float32",
-                    hardware=Hardware.NONE,
+                    hardware="none",
                     train_on=given.train_on,
                     **settings,
                 )
@@ -233,7 +226,7 @@ def main() -> None:
             found.setdefault(name, []).append(json.loads(kept.read_text()))
     text = table(found)
     (given.out / "table.md").write_text(text + "\n")
-    plot(found, given.out / "deep.png")
+    plot(given.out / "deep.png", partial(curves, found), figsize=(7, 4.5))
     print(text)
 
 

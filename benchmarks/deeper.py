@@ -21,7 +21,6 @@ Runs that are done, the backbone and its features are kept in --out; the same co
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -32,16 +31,17 @@ import torch
 from deep import LARGE, SMALL, backbone, images
 from default_method import METHODS, OURS, splits, together
 from numpy.typing import NDArray
+from script import parser_of, progress_of, several
 from torch import nn
 
-from coordinator.simulation.compare import Comparison, compare, told
+from coordinator.simulation.compare import Comparison, compare
 from coordinator.simulation.compare import together as merged
-from coordinator.simulation.settings import CompareSettings, Hardware, Partition
+from coordinator.simulation.settings import CompareSettings
 from fedge import models, preprocess, weights
 from fedge.messages import Codec
 from fedge.processor import Processor
 from fedge.task import TaskSpec
-from fedge.tasks import Pool, partition, pool, task_spec
+from fedge.tasks import Partitioning, Pool, partition, pool, task_spec
 from fedge.tensors import to_bytes, unflatten
 
 CUTS: Final[Mapping[str, Mapping[str, str]]] = {
@@ -52,9 +52,9 @@ CUTS: Final[Mapping[str, Mapping[str, str]]] = {
 TOPS: Final = {"mobilenet-v3-small": "after_block_11", "resnet-18": "after_layer_3"}
 SPOKEN: Final = "spoken digits"
 SETTINGS: Final[Mapping[str, dict[str, Any]]] = {
-    "alpha 0.5": {"how": "dirichlet", "alpha": 0.5},
-    "alpha 0.1": {"how": "dirichlet", "alpha": 0.1},
-    "4 rotations": {"how": "groups", "alpha": 1.0, "n_groups": 4},
+    "alpha 0.5": {"partition": "dirichlet", "alpha": 0.5},
+    "alpha 0.1": {"partition": "dirichlet", "alpha": 0.1},
+    "4 rotations": {"partition": "groups", "alpha": 1.0, "n_groups": 4},
     SPOKEN: {},
 }
 DEVICES: Final = 20
@@ -137,7 +137,7 @@ class Source:
         else:
             y = np.load(self.pixels)["y"]
             numbers = Pool(np.arange(len(y)).reshape(-1, 1, 1), y, self.task)  # one pixel, which turns into itself
-            shares = partition(numbers, DEVICES, sensitive=0.0, seed=seed, **SETTINGS[setting])
+            shares = partition(numbers, DEVICES, Partitioning(**SETTINGS[setting]), seed=seed)
             own = [np.concatenate([s.x_train, s.x_val, s.x_test]).ravel() for s in shares]
             x = np.concatenate([self.turned(share.group)[chosen] for share, chosen in zip(shares, own, strict=True)])
             y, user = y[np.concatenate(own)], np.repeat(np.arange(DEVICES), [len(chosen) for chosen in own])
@@ -165,7 +165,7 @@ def measure(source: Source, setting: str) -> Comparison:
         settings = CompareSettings(
             task="arrays",
             data=source.dealt(setting, seed),
-            partition=Partition.NATURAL,
+            partition="natural",
             methods=",".join(given.methods),
             seeds=str(seed),
             rounds=given.rounds,
@@ -173,12 +173,12 @@ def measure(source: Source, setting: str) -> Comparison:
             codec=given.codec,
             global_test=0.0,
             evaluate_every=1000,
-            hardware=Hardware.NONE,
+            hardware="none",
             train_on=given.train_on,
             jobs=given.jobs,
             **source.trained(),
         )
-        found = compare(settings, given.out, lambda *run: print(setting, told(*run), file=sys.stderr, flush=True))
+        found = compare(settings, given.out, progress_of(setting))
         runs.extend(found.runs)
     assert found is not None
     return merged(found.scenario, runs, given.methods, given.seeds, given.methods[0], None)
@@ -204,15 +204,15 @@ def bytes_row(found: Comparison, whole: int, way: str) -> str:
 
 def main() -> None:
     """Make the backbone and what it computes, do the runs that are missing, print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--data", type=Path, required=True, help="folder with cifar10-jpeg.zip and fsdd")
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--network", choices=list(CUTS), default="mobilenet-v3-small")
     parser.add_argument("--part", choices=("frozen", "adapted"), default="frozen")
     parser.add_argument("--adapt", default="lora:2", help="what is trained after the cut of adapted (default lora:2)")
-    parser.add_argument("--settings", type=lambda text: text.split(","), default=list(SETTINGS), metavar="A,B")
-    parser.add_argument("--methods", type=lambda text: text.split(","), default=list(METHODS), metavar="A,B")
-    parser.add_argument("--seeds", type=lambda text: [int(seed) for seed in text.split(",")], default=[60, 61])
+    parser.add_argument("--settings", type=several(), default=list(SETTINGS), metavar="A,B")
+    parser.add_argument("--methods", type=several(), default=list(METHODS), metavar="A,B")
+    parser.add_argument("--seeds", type=several(int), default=[60, 61])
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--learning-rate", type=float, default=0.05)
     parser.add_argument("--codec", type=Codec, choices=list(Codec), default=Codec.INT8, help="(default int8+zstd)")

@@ -43,7 +43,6 @@ from __future__ import annotations
 import argparse
 import gzip
 import io
-import json
 import sys
 import zipfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -54,6 +53,7 @@ from unittest.mock import patch
 
 import msgspec
 import numpy as np
+from script import finish, parser_of, progress_of, several
 
 from coordinator.aggregation.pooled import ETA_0, wants_split
 from coordinator.fleet import Device
@@ -62,8 +62,7 @@ from coordinator.methods.fedge import Fedge, FedgeState, Pool
 from coordinator.simulation import federation
 from coordinator.simulation.compare import Comparison, Watch, compare
 from coordinator.simulation.compare import together as merged
-from coordinator.simulation.outcome import RunOutcome
-from coordinator.simulation.settings import CompareSettings, Hardware
+from coordinator.simulation.settings import CompareSettings
 from fedge.messages import Role
 from fedge.step import Action
 from fedge.steps.fit_candidates import CandidatesFitted, FitCandidates
@@ -465,7 +464,7 @@ def measure(name: str, arguments: argparse.Namespace) -> Comparison:
     source = source_of(str(fields.pop("set")), arguments.data, arguments.out)
     methods = ",".join(arguments.methods)
     settings = msgspec.convert(
-        {"methods": methods, "seeds": arguments.seeds, "hardware": Hardware.NONE}
+        {"methods": methods, "seeds": arguments.seeds, "hardware": "none"}
         | {"global_test": 0.0, "model": arguments.model, "evaluate_every": 1000, "jobs": arguments.jobs}
         | fields
         | TABLES[arguments.table]
@@ -475,14 +474,11 @@ def measure(name: str, arguments: argparse.Namespace) -> Comparison:
         strict=False,
     )
 
-    def watch(done: int, of: int, last: RunOutcome) -> None:
-        print(f"\r{name}: {done}/{of}, {last.method} {last.accuracy:.3f}   ", end="", file=sys.stderr, flush=True)
-
+    watch = progress_of(name)
     if arguments.rivals_train_on_validation:
         found = unequal(settings, arguments.methods, arguments.out, watch)
     else:
         found = compare(settings, arguments.out, watch)
-    print(file=sys.stderr)
     return found
 
 
@@ -604,11 +600,11 @@ def shown(pair: np.ndarray, spec: tuple[float, ...] | None, *, sign: str, error:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--data", type=Path, help="folder with mnist, fashion-mnist, cifar10-jpeg.zip, uci-har, fsdd")
     parser.add_argument("--table", choices=list(TABLES), default="everybody")
     parser.add_argument("--settings", help="some of them, with ; between them (default: all)")
-    parser.add_argument("--methods", type=lambda text: text.split(","), help="with commas (default: the table's)")
+    parser.add_argument("--methods", type=several(), help="with commas (default: the table's)")
     parser.add_argument("--seeds", default="40,41,42", help="with commas (default 40,41,42)")
     parser.add_argument("--rounds", type=int, help="fewer than the table's, to see that it runs")
     parser.add_argument("--model", help="such as cnn, for all settings (default: one hidden layer of 32)")
@@ -617,7 +613,6 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=Path("default-method"), help="folder of the runs")
     parser.add_argument("--jobs", type=int, help="runs at a time (default: a core each)")
-    parser.add_argument("--json", type=Path, help="write the table to this file")
     arguments = parser.parse_args()
     known = settings_of(arguments.table)
     names = [s.strip() for s in arguments.settings.split(";")] if arguments.settings else known
@@ -637,10 +632,9 @@ def main() -> None:
             print(row(name, comparisons[name], arguments.table), flush=True)
     print(ablation(comparisons) if arguments.table == "ablation" else together(comparisons))
     print(splits(comparisons))
-    if arguments.json:
-        results = {name: msgspec.to_builtins(found.methods, enc_hook=str) for name, found in comparisons.items()}
-        document = {"table": arguments.table, "seeds": arguments.seeds, "model": arguments.model, "settings": results}
-        arguments.json.write_text(json.dumps(document, indent=1), encoding="utf-8")
+    results = {name: msgspec.to_builtins(found.methods, enc_hook=str) for name, found in comparisons.items()}
+    document = {"table": arguments.table, "seeds": arguments.seeds, "model": arguments.model, "settings": results}
+    finish(arguments, document)
 
 
 if __name__ == "__main__":

@@ -10,14 +10,13 @@ some three minutes of one core a seed.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from script import finish, markdown, parser_of
 
 import fedge
 
@@ -49,18 +48,16 @@ def table(found: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
         [epsilon, *(f"{found[task][epsilon]['global']:.1%} / {found[task][epsilon]['own']:.1%}" for task in tasks)]
         for epsilon in found[tasks[0]]
     ]
-    head = ["epsilon", *tasks]
-    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
+    return markdown(["epsilon", *tasks], rows)
 
 
 def main() -> None:
     """Run all tasks at all epsilons."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("data", type=Path, nargs="?", help="folder with mnist/ and uci-har/")
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     given = parser.parse_args()
     found: dict[str, dict[str, dict[str, float]]] = {}
     for task in given.tasks:
@@ -71,9 +68,7 @@ def main() -> None:
             found[task]["inf" if epsilon is None else f"{epsilon:g}"] = {"global": float(shared), "own": float(own)}
             print(task, epsilon, found[task]["inf" if epsilon is None else f"{epsilon:g}"], file=sys.stderr, flush=True)
     print(table(found))
-    if given.json is not None:
-        figures = {"seeds": given.seeds, "rounds": given.rounds, "tasks": found}
-        given.json.write_text(json.dumps(figures, indent=1) + "\n")
+    finish(given, {"seeds": given.seeds, "rounds": given.rounds, "tasks": found})
 
 
 if __name__ == "__main__":

@@ -22,8 +22,6 @@ one process. Engines are measured on the devices with the most test samples; the
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import tempfile
 import time
@@ -35,6 +33,7 @@ from statistics import median
 import numpy as np
 import torch
 from inference import TASKS, Target
+from script import digit_images, finish, parser_of, several
 
 import deploy
 from edge_agent.gate import train_gate
@@ -60,14 +59,6 @@ EPOCHS, ROUNDS, EPOCHS_OF_A_ROUND, EPOCHS_AFTERWARDS = 40, 25, 2, 10
 BETA = 0.5
 SHRINKAGE = 20.0
 """As a device of the method fedge fits the weights of its candidates, in samples."""
-
-
-def digits() -> tuple[np.ndarray, np.ndarray]:
-    from sklearn.datasets import load_digits
-
-    x, y = load_digits(return_X_y=True)
-    images = np.kron(x.reshape(-1, 8, 8) / 16, np.ones((1, 3, 3)))
-    return np.pad(images, ((0, 0), (2, 2), (2, 2)))[:, None].astype(np.float32), y.astype(np.int64)
 
 
 def dealt(y: np.ndarray, rng: np.random.Generator) -> list[dict[str, np.ndarray]]:
@@ -252,20 +243,19 @@ class Rows:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write everything there, too")
-    parser.add_argument("--seeds", default="0,1,2,3,4")
+    parser = parser_of(__doc__)
+    parser.add_argument("--seeds", type=several(int), default=[0, 1, 2, 3, 4])
     parser.add_argument("--devices", type=int, default=2, help="for how many of the nine engines are measured")
-    parser.add_argument("--settings", default="independent,fedavg")
+    parser.add_argument("--settings", type=several(), default=["independent", "fedavg"])
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    data = digits()
+    data = digit_images(28)
     network = Network(TASK)
     rows: list[dict] = []
     pairs: list[dict] = []
-    settings = arguments.settings.split(",")
+    settings = arguments.settings
     for setting in settings:
-        for seed in map(int, arguments.seeds.split(",")):
+        for seed in arguments.seeds:
             hands = dealt(data[1], np.random.default_rng(seed))
             models = networks(setting, network, data, hands, seed)
             pairs.append({"setting": setting, "seed": seed} | formula_and_gate(models, network.layout, data, hands))
@@ -275,7 +265,10 @@ def main() -> None:
                 for kind in KINDS:
                     found = measured(kind, device, models, network.layout, data, hands)
                     rows.append({"setting": setting, "seed": seed, "device": device, "kind": kind} | found)
-                    _print_row(rows[-1])
+                    one = Rows(rows[-1:])
+                    print(
+                        f"  {kind} device {device}: lazy runs {one.share_run():.2f} of the experts; {found['ratios']}"
+                    )
     reached = targets(rows, pairs, settings)
     print("\nTargets, over all seeds and devices")
     print("\n".join(map(str, reached)))
@@ -286,9 +279,8 @@ def main() -> None:
             f"{kind}: lazy runs {of_kind.share_run():.2f} of the experts (global {of_kind.share_run('global'):.2f}), "
             f"class as fused {of_kind.agreement('lazy'):.4f}, {of_kind.ratio('lazy'):.2f} of fused's time: {verdict}"
         )
-    if arguments.json:
-        record = {"rows": rows, "pairs": pairs, "targets": [asdict(target) | {"met": target.met} for target in reached]}
-        arguments.json.write_text(json.dumps(record, indent=2) + "\n")
+    record = {"rows": rows, "pairs": pairs, "targets": [asdict(target) | {"met": target.met} for target in reached]}
+    finish(arguments, record)
 
 
 def measured(kind: str, device: int, models: list[Model], layout, data: tuple, hands: list[dict]) -> dict[str, object]:
@@ -333,19 +325,6 @@ def targets(rows: list[dict], pairs: list[dict], settings: list[str]) -> list[Ta
             Target(f"formula below gate alone, {setting}: NLL, share of seeds", float(likelier), 1.0, at_least=True),
         ]
     return found
-
-
-def _print_row(row: dict) -> None:
-    one = Rows([row])
-    ratios = {engine: round(ratio, 2) for engine, ratio in row["ratios"].items()}
-    for where in ("local", "global"):
-        accuracy = ", ".join(f"{run} {share:.3f}" for run, share in row[where]["accuracy"].items())
-        print(
-            f"  {row['kind']:<9} device {row['device']} {where:<6} n={row[where]['n']:<3} "
-            f"runs {one.share_run(where):.2f} of the experts, class as fused {one.agreement('lazy', where):.4f}; "
-            f"accuracy {accuracy}", flush=True,
-        )  # fmt: skip
-    print("    time of a sample / fused:", ratios, flush=True)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ import os
 os.environ |= {"FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0"}
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # no GPU is asked for; saves a warning
 
-import json
 import logging
 import sys
 import tempfile
@@ -36,7 +35,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 from flwr.simulation import run_simulation
-from plain import NETWORKS, Plan, Samples, Weights, client_update, weights_of
+from plain import NETWORKS, Plan, Samples, Weights, answer, client_update, weights_of
 from torch import nn
 
 client = ClientApp()
@@ -144,18 +143,13 @@ def _network(model: str, shape: tuple[int, ...], n_classes: int) -> nn.Module:
 # ------------------------------------------------------------------------------------------------ for frameworks.py
 
 
-def main(folder: Path) -> None:
-    """What `frameworks.py` asks for."""
-    asked = json.loads((folder / "asked.json").read_text())
-    plan = Plan(**asked["plan"])
-    with np.load(folder / "clients.npz") as arrays:
-        clients = list(zip(arrays["x"], arrays["y"], strict=True))
-    first = weights_of(NETWORKS[asked["model"]](clients[0][0].shape[1:], 10))
-    found = {name: fedavg(asked["model"], first, clients, plan, idle=name == "idle") for name in asked["kinds"]}
-    (folder / "found.json").write_text(json.dumps({name: each.seconds for name, each in found.items()}))
+def seconds(model: str, clients: Sequence[Samples], plan: Plan, idle: bool) -> list[float]:
+    """Of each round but the first two."""
+    first = weights_of(NETWORKS[model](clients[0][0].shape[1:], 10))
+    return fedavg(model, first, clients, plan, idle=idle).seconds
 
 
 if __name__ == "__main__":
     import flower_simulation  # Ray's processes need it under its name
 
-    flower_simulation.main(Path(sys.argv[1]))
+    answer(Path(sys.argv[1]), flower_simulation.seconds)

@@ -40,7 +40,7 @@ import msgspec
 import numpy as np
 import torch
 from plain import NETWORKS, Plan, Samples, client_update
-from processes import machine, peak_mb
+from script import finish, machine, parser_of, peak_mb, say, several
 
 from coordinator.fleet.simulated import SimulatedFleet
 from coordinator.methods import MethodSettings, make
@@ -166,7 +166,7 @@ def figures_of(size: str, args: argparse.Namespace) -> dict[str, Any]:
     for name in ("fedge", *args.rivals):
         with tempfile.TemporaryDirectory() as home:
             medians[name] = {what: statistics.median(found) for what, found in of[name](Path(home)).items()}
-        print(f"  {size} {name}: {medians[name]}", file=sys.stderr, flush=True)
+        say(f"  {size} {name}: {medians[name]}")
         if name == "fedge":
             own_peak = peak_mb(os.getpid())
     fastest = {what: min(medians, key=lambda name: medians[name][what]) for what in args.kinds}
@@ -181,13 +181,12 @@ def figures_of(size: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", type=lambda text: text.split(","), default=["small:100", "small:1000", "large:100"])
+    parser = parser_of(__doc__)
+    parser.add_argument("--sizes", type=several(), default=["small:100", "small:1000", "large:100"])
     parser.add_argument("--rounds", type=int, default=4, help="of each, the first not counted (at least 4 for Flower)")
-    parser.add_argument("--kinds", type=lambda text: text.split(","), default=["training", "idle"])
-    parser.add_argument("--rivals", type=lambda text: text.split(","), default=["plain", *RIVALS])
+    parser.add_argument("--kinds", type=several(), default=["training", "idle"])
+    parser.add_argument("--rivals", type=several(), default=["plain", *RIVALS])
     parser.add_argument("--environments", type=Path, default=Path("build/frameworks"), metavar="DIR")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     args = parser.parse_args()
     for name in args.rivals:
         if name in RIVALS:
@@ -195,8 +194,7 @@ def main() -> None:
     figures = {"benchmark": "frameworks", **machine(), "torch": torch.__version__, "rounds": args.rounds}
     figures |= {size: figures_of(size, args) for size in args.sizes}
     print(json.dumps(figures, indent=2))
-    if args.json:
-        args.json.write_text(json.dumps(figures, indent=2) + "\n")
+    finish(args, figures)
 
 
 if __name__ == "__main__":

@@ -28,8 +28,6 @@ too: faint, with noise, and with a square or stretch of them missing, none of th
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -40,6 +38,7 @@ from typing import Any, Final
 
 import numpy as np
 from default_method import SETTINGS, changed, paired, source_of
+from script import finish, parser_of, say, several
 from sklearn.metrics import roc_auc_score
 
 import fedge
@@ -196,21 +195,21 @@ def calibration_error(each: Sequence[tuple[np.ndarray, np.ndarray]]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--data", type=Path, help="folder of the data sets (docs/results/fedge.md)")
-    parser.add_argument("--tasks", default="digits", help=f"some of {','.join(TASKS)} (default digits)")
-    parser.add_argument("--seeds", default="60,61,62", help="with commas (default 60,61,62)")
+    parser.add_argument(
+        "--tasks", type=several(), default=["digits"], help=f"some of {','.join(TASKS)} (default digits)"
+    )
+    parser.add_argument("--seeds", type=several(int), default=[60, 61, 62], help="with commas (default 60,61,62)")
     parser.add_argument("--method", default="fedge", help="such as benchmarks.default_method:PooledWeights")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--augmented", action="store_true", help="see above")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     given = parser.parse_args()
-    seeds = [int(seed) for seed in given.seeds.split(",")]
     figures: dict[str, Any] = {}
-    for task in given.tasks.split(","):
+    for task in given.tasks:
         runs = []
-        for seed in seeds:
-            print(f"{task}, seed {seed}", file=sys.stderr, flush=True)
+        for seed in given.seeds:
+            say(f"{task}, seed {seed}")
             runs.append(measured(task, given, seed))
         print(f"{task}: beta {' '.join(str(run['pooled', 'beta', '']) for run in runs)}; accuracy / nll / ece")
         print(f"| inputs | {' | '.join(VARIANTS)} | as it is - neither | told by {', '.join(WARNINGS)} |")
@@ -225,8 +224,7 @@ def main() -> None:
             told = ", ".join(f"{np.mean(area):.2f}" for area in areas.values())
             print(f"| {kind} | {' | '.join(cells)} | {' / '.join(gains)} | {told} |", flush=True)
             figures.setdefault(task, {})[kind] = {m: every[m].tolist() for m in MEASURES} | areas
-    if given.json:
-        given.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    finish(given, figures)
 
 
 if __name__ == "__main__":

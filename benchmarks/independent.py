@@ -19,8 +19,6 @@ random is left: the figures must be the same.
 
 from __future__ import annotations
 
-import argparse
-import json
 import logging
 import sys
 import tempfile
@@ -33,11 +31,12 @@ import msgspec
 import numpy as np
 import torch
 from plain import NETWORKS, Plan, Samples, Weights, accuracy, fedavg, fedper
+from script import finish, parser_of, several, show
 from torch import nn
 
 from coordinator.simulation.federation import Federation, deal
 from coordinator.simulation.run import simulate
-from coordinator.simulation.settings import Hardware, Scenario
+from coordinator.simulation.settings import Scenario
 from fedge import preprocess
 from fedge.messages import Codec
 from fedge.tasks import share_data
@@ -126,10 +125,8 @@ def compare(scenario: Scenario, seeds: list[int]) -> dict[str, Any]:
         if flower is not None:
             rivals = {"fedavg, Flower 1.41": seed.flower_fedavg(flower)} | rivals
         for name, rival in rivals.items():
-            line = row(number, ours[name.split(",")[0]], rival)
-            found.setdefault(name, []).append(line)
-            show(name, line)
-    return {name: {"seeds": lines, "mean": mean_of(name, lines)} for name, lines in found.items()}
+            found.setdefault(name, []).append(row(number, ours[name.split(",")[0]], rival))
+    return {name: {"seeds": lines, "mean": mean_of(lines)} for name, lines in found.items()}
 
 
 def row(seed: int, ours: Accuracies, rival: Accuracies) -> dict[str, Any]:
@@ -140,27 +137,16 @@ def row(seed: int, ours: Accuracies, rival: Accuracies) -> dict[str, Any]:
     return line
 
 
-def mean_of(name: str, lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """Mean accuracies and differences; printed."""
+def mean_of(lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """Mean accuracies and differences."""
     kinds = [kind for kind in ("global", "own") if kind in lines[0]]
     line = {kind: np.mean([one[kind] for one in lines], axis=0).tolist() for kind in kinds}
-    show(name, {"seed": "mean"} | line)
     differences = {kind: line[kind][0] - line[kind][1] for kind in kinds}
     return line | {"differences": differences, "within a point": all(abs(d) <= POINT for d in differences.values())}
 
 
-def show(name: str, line: dict[str, Any]) -> None:
-    cells = [
-        f"{kind:>8} {ours:6.2f} {rival:6.2f} {ours - rival:+6.2f}"
-        for kind in ("global", "own")
-        if kind in line
-        for ours, rival in [line[kind]]
-    ]
-    print(f"{name:<22} {line['seed']!s:>5} {'   '.join(cells)}", flush=True)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--task", default="digits")
     parser.add_argument("--data", type=Path)
     parser.add_argument("--samples", type=int, help="of the whole set; default: all")
@@ -169,9 +155,8 @@ def main() -> None:
     parser.add_argument("--alpha", type=float, default=0.5, help="of the Dirichlet partition (default 0.5)")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--batch", type=int, default=32, help="samples per step (default 32)")
-    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--seeds", type=several(int), default=[0, 1, 2])
     parser.add_argument("--codec", choices=[codec.value for codec in Codec], default="float32", help="of our updates")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     args = parser.parse_args()
     torch.set_num_threads(1)
     logging.getLogger("fedge").setLevel(logging.ERROR)
@@ -185,15 +170,17 @@ def main() -> None:
         rounds=args.rounds,
         batch_size=args.batch,
         codec=Codec(args.codec),
-        hardware=Hardware.NONE,
+        hardware="none",
         global_test=0.2,
         server_data=0.0,
     )
-    print(f"{'':<22} {'seed':>5} {'':>8} {'ours':>6} {'rival':>6} {'':>6}")
-    figures = compare(scenario, [int(seed) for seed in args.seeds.split(",")])
-    if args.json:
-        settings = msgspec.to_builtins(scenario, enc_hook=str)
-        args.json.write_text(json.dumps({"scenario": settings, "results": figures}, indent=2) + "\n")
+    figures = compare(scenario, args.seeds)
+    show(
+        {"": name} | line
+        for name, rows in figures.items()
+        for line in (*rows["seeds"], {"seed": "mean"} | rows["mean"])
+    )
+    finish(args, {"scenario": msgspec.to_builtins(scenario, enc_hook=str), "results": figures})
 
 
 if __name__ == "__main__":

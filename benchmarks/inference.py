@@ -17,7 +17,6 @@ see that it runs; --large: a ResNet-18 too (minutes).
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -33,24 +32,25 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+import onnx
 import torch
+from script import DIGITS, finish, parser_of, show
 
 import deploy
 from export import Candidate, GateWeights, Mixture, write_bundle
-from export.branch import branch
-from export.graph import filled
+from export.branch import OPSET, branch
+from export.graph import Graph, filled
 from export.parity import logits_of
 from fedge.bundle import INPUT, read
 from fedge.fusion import n_gate_features
 from fedge.messages import Role
 from fedge.models import build, initial
 from fedge.models import load as load_model
-from fedge.ort import onnxruntime, session_options
+from fedge.ort import onnxruntime, session_of, session_options
 from fedge.preprocess import apply
 from fedge.task import TaskSpec, gate_pool
 from fedge.tensors import unflatten
 
-DIGITS = tuple("0123456789")
 TASKS = {
     "cnn28": TaskSpec(name="mnist", classes=DIGITS, input_shape=(1, 28, 28), model="networks:cnn28"),
     "cnn32": TaskSpec(name="cifar", classes=DIGITS, input_shape=(3, 32, 32), model="networks:cnn32"),
@@ -110,8 +110,8 @@ class Subject:
 
     def floor(self) -> Callable[[np.ndarray], object]:
         """Gate and candidates as sessions of their own, one after the other."""
-        singles = [session(self.single(k)) for k in range(self.n_experts + 1)]
-        gate, n_features = session(self._gate()), n_gate_features(self.task.input_shape)
+        singles = [session_of(self.single(k), Path()) for k in range(self.n_experts + 1)]
+        gate, n_features = session_of(self._gate(), Path()), n_gate_features(self.task.input_shape)
 
         def run(x: np.ndarray) -> list:
             features = np.ascontiguousarray(x.reshape(len(x), -1)[:, :n_features])
@@ -167,28 +167,10 @@ class Subject:
         return run
 
     def _gate(self) -> bytes:
-        import onnx
-        from onnx import helper, numpy_helper
-
-        n_features, m = n_gate_features(self.task.input_shape), self.n_experts + 1
-        nodes = [
-            helper.make_node("Gemm", ["x", "a"], ["h"]), helper.make_node("Relu", ["h"], ["r"]),
-            helper.make_node("Gemm", ["r", "b"], ["s"]),
-        ]  # fmt: skip
-        arrays = {"a": np.ones((n_features, 16), np.float32), "b": np.ones((16, m), np.float32)}
-        gate = helper.make_graph(
-            nodes, "gate",
-            [helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ["n", n_features])],
-            [helper.make_tensor_value_info("s", onnx.TensorProto.FLOAT, ["n", m])],
-            [numpy_helper.from_array(array, name) for name, array in arrays.items()],
-        )  # fmt: skip
-        model = helper.make_model(gate, opset_imports=[helper.make_opsetid("", 20)], ir_version=9)
-        data: bytes = model.SerializeToString()
-        return data
-
-
-def session(graph: bytes) -> onnxruntime.InferenceSession:
-    return onnxruntime.InferenceSession(graph, session_options(Path(), 1), providers=["CPUExecutionProvider"])
+        graph, n_features, m = Graph(), n_gate_features(self.task.input_shape), self.n_experts + 1
+        hidden = graph.op("Gemm", INPUT, graph.hold("a", np.ones((n_features, 16), np.float32)))
+        graph.op("Gemm", graph.op("Relu", hidden), graph.hold("b", np.ones((16, m), np.float32)), out="s")
+        return graph.serialise_with((n_features,), {"s": m}, [onnx.helper.make_opsetid("", OPSET)])
 
 
 # ------------------------------------------------------------------------------------------------- latency
@@ -288,7 +270,8 @@ def skeleton_against_file(subject: Subject, times: int, rounds: int) -> dict[str
             )
             for _ in range(times)
         ]
-        whole, parts = session(file.read_bytes()), deploy.load(subject.folder)._engine.run  # noqa: SLF001 - without preprocessing
+        whole = session_of(file.read_bytes(), Path())
+        parts = deploy.load(subject.folder)._engine.run  # noqa: SLF001 - without preprocessing
     x = np.random.default_rng(1).random((8, *subject.task.input_shape), dtype=np.float32)
     difference = float(np.abs(whole.run(None, {INPUT: x})[0] - parts(x)[0]).max())
     one = x[:1]
@@ -428,7 +411,7 @@ def _more(importing: dict) -> set[str]:
 
 def logit_difference(subject: Subject) -> float:
     x = np.random.default_rng(2).random((64, *subject.task.input_shape), dtype=np.float32)
-    found = session(subject.single(0)).run(None, {INPUT: x})[0]
+    found = session_of(subject.single(0), Path()).run(None, {INPUT: x})[0]
     return float(np.abs(found - logits_of(subject.task, subject.layout, subject.models[:1], x)[0]).max())
 
 
@@ -436,8 +419,7 @@ def logit_difference(subject: Subject) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write everything there, too")
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--quick", action="store_true", help="one network, to see that it runs")
     parser.add_argument("--large", action="store_true", help="a ResNet-18, too")
@@ -447,19 +429,12 @@ def main() -> None:
     rounds, times = (2, 1) if arguments.quick else (arguments.rounds, 5)
     rows, loads, profiles, singles, updates = [], [], [], [], []
     with tempfile.TemporaryDirectory() as folder:
-        print("network  J batch  floor ms   fused ms (p99)       fused separate  predict  torch  (of floor)")
         for name in names:
             for n_experts in (1, 4) if arguments.quick else EXPERTS[: 3 if name == "rn18" else 4]:
                 subject = Subject(name, n_experts, Path(folder) / f"{name}-{n_experts}")
                 for batch in BATCHES[: 2 if name == "rn18" else 3]:
-                    row = latencies(subject, batch, rounds)
-                    rows.append(row)
-                    print(
-                        f"{name:<7} {n_experts:>2} {batch:>5} {row['floor_ms']:>9.3f} {row['fused_ms']:>10.3f} "
-                        f"({row['fused_p99_ms']:>8.3f}) {row['fused_ratio']:>8.2f} {row['separate_ratio']:>8.2f} "
-                        f"{row['predict_ratio']:>8.2f} "
-                        f"{row['torch_ratio']:>6.2f}", flush=True,
-                    )  # fmt: skip
+                    rows.append(latencies(subject, batch, rounds))
+                    show(rows[-1:])
                 updates.append(update_share(subject))
                 if n_experts in (4, 8) and name != "mlp":
                     loads.append(skeleton_against_file(subject, times, rounds))
@@ -467,37 +442,18 @@ def main() -> None:
                     singles.append(logit_difference(subject))
                     profiles += [profile(subject, batch) for batch in (1, 8)]
         importing = imports(subject, times)
-    _print_tables(loads, profiles, importing)
+    show(loads, "\nLoading: skeleton and parts against one file")
+    show(profiles, "\nWhere the time of a prediction goes")
+    print(f"\nA prediction imports: {', '.join(importing['imported'])}")
     reached = targets(rows, loads, importing, singles, updates)
     print("\nTargets (worst case over networks and numbers of experts)")
     print("\n".join(map(str, reached)))
-    if arguments.json:
-        record = {
+    record = {
             "machine": platform.processor() or platform.machine(), "onnxruntime": onnxruntime.__version__,
             "latency": rows, "load": loads, "profile": profiles, "import": importing,
             "targets": [asdict(target) | {"met": target.met} for target in reached],
         }  # fmt: skip
-        arguments.json.write_text(json.dumps(record, indent=2) + "\n")
-
-
-def _print_tables(loads: list[dict], profiles: list[dict], importing: dict) -> None:
-    print("\nLoading: skeleton and parts / one file")
-    for row in loads:
-        skeleton, file = row["skeleton"], row["file"]
-        print(
-            f"{row['network']:<7} J={row['experts']}  {skeleton['load_ms']:.1f} / {file['load_ms']:.1f} ms  "
-            f"+{skeleton['added_mb']:.1f} / +{file['added_mb']:.1f} MB  "
-            f"peak {skeleton['peak_mb']:.0f} / {file['peak_mb']:.0f} MB  run {row['run_ratio']:.2f}"
-        )
-    print("\nWhere the time of a prediction goes")
-    for row in profiles:
-        nodes = ", ".join(f"{kind} {share:.0%}" for kind, share in list(row["nodes"].items())[:6])
-        print(
-            f"{row['network']:<7} J={row['experts']} batch {row['batch']}: {row['predict_ms']:.3f} ms; preprocessing "
-            f"{row['preprocessing']:.0%}, graph {row['graph']:.0%}, Python {row['python']:.0%}; "
-            f"in the graph: {nodes}; gate and fusion {row['outside_the_candidates']:.0%}"
-        )
-    print(f"\nA prediction imports: {', '.join(importing['imported'])}")
+    finish(arguments, record)
 
 
 if __name__ == "__main__":

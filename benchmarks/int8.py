@@ -9,8 +9,6 @@ and accuracy are on 100 samples that neither trained nor calibrated.
 
 from __future__ import annotations
 
-import argparse
-import json
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +17,7 @@ import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from script import DIGITS, digit_images, finish, parser_of, several
 from torch import nn
 
 from export import Candidate, GateWeights, Mixture, write_bundle
@@ -53,18 +52,6 @@ class Row:
         )
 
 
-def digits(shape: tuple[int, ...]) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """All digits as (n, *shape) in [0, 1], shuffled, and labels."""
-    from sklearn.datasets import load_digits
-
-    x, y = load_digits(return_X_y=True)
-    order = np.random.default_rng(0).permutation(len(x))
-    scale, rest = divmod(shape[1], 8)
-    images = np.kron(x[order].reshape(-1, 8, 8) / 16, np.ones((1, scale, scale)))
-    images = np.pad(images, ((0, 0), (rest // 2, rest // 2), (rest // 2, rest // 2)))
-    return np.repeat(images[:, None], shape[0], axis=1).astype(np.float32), y[order].astype(np.int64)
-
-
 def train(network: nn.Module, x: NDArray[np.float32], y: NDArray[np.int64], steps: int) -> None:
     """Some steps of Adam."""
     optimiser = torch.optim.Adam(network.parameters(), 1e-3)
@@ -83,8 +70,10 @@ def train(network: nn.Module, x: NDArray[np.float32], y: NDArray[np.int64], step
 def measure(name: str, folder: Path) -> Row:
     """Train a network, write its bundle in float32 and in 8 bits, and compare them."""
     shape = SHAPES.get(name, (1, 28, 28))
-    task = TaskSpec(name="digits", classes=tuple("0123456789"), input_shape=shape, model=name)
-    x, y = digits(shape)
+    task = TaskSpec(name="digits", classes=DIGITS, input_shape=shape, model=name)
+    x, y = digit_images(shape[1])
+    order = np.random.default_rng(0).permutation(len(x))
+    x, y = np.repeat(x[order], shape[0], axis=1), y[order]
     torch.manual_seed(0)
     network = build(task)
     layout, states = layout_of(network), []
@@ -110,9 +99,8 @@ def measure(name: str, folder: Path) -> Row:
 
 def main() -> None:
     """Print a line for each network."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--networks", type=lambda text: text.split(","), default=list(NETWORKS), metavar="A,B")
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser = parser_of(__doc__)
+    parser.add_argument("--networks", type=several(), default=list(NETWORKS), metavar="A,B")
     given = parser.parse_args()
     if unknown := set(given.networks) - set(NETWORKS):
         parser.error(f"no network {sorted(unknown)}; there are {', '.join(NETWORKS)}")
@@ -124,9 +112,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="fedge-int8-") as folder:
             rows.append(measure(name, Path(folder)))
         print(rows[-1], flush=True)
-    if given.json:
-        lines = [asdict(row) | {"report": msgspec.structs.asdict(row.report)} for row in rows]
-        given.json.write_text(json.dumps(lines, indent=2) + "\n")
+    lines = [asdict(row) | {"report": msgspec.structs.asdict(row.report)} for row in rows]
+    finish(given, lines)
 
 
 if __name__ == "__main__":

@@ -26,9 +26,7 @@ Examples:
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import logging
 import sys
 import tempfile
@@ -42,6 +40,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from scipy.optimize import nnls
+from script import finish, parser_of, several, show
 from sklearn.linear_model import RidgeCV
 from sklearn.metrics import roc_auc_score
 from torch import Tensor, nn
@@ -73,6 +72,7 @@ KNOWN: Final = 300
 IMITATED: Final = 300
 SENSITIVE: Final = 0.3
 FALSE_POSITIVES: Final = 0.05
+ATTACKS: Final = ("labels", "inversion", "membership")
 
 
 # ---------------------------------------------------------------------------------------- attacks on label shares
@@ -502,8 +502,8 @@ def averaged(each: Iterable[Figures]) -> Figures:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--attacks", default="labels,inversion,membership", help="with commas (default: all three)")
+    parser = parser_of(__doc__)
+    parser.add_argument("--attacks", type=several(), default=list(ATTACKS), help="with commas (default: all three)")
     parser.add_argument("--task", default="digits", help="(default digits)")
     parser.add_argument("--data", type=Path, help="folder or file with the samples; digits need none")
     parser.add_argument("--samples", type=int, help="use so many (default: all)")
@@ -511,13 +511,11 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=20, help="(default 20)")
     parser.add_argument("--alpha", type=float, default=0.5, help="label skew, Dirichlet's parameter (default 0.5)")
     parser.add_argument("--rounds", type=int, default=10, help="after which attacks are made again (default 10)")
-    parser.add_argument("--seeds", default="0,1,2", help="with commas (default 0,1,2)")
+    parser.add_argument("--seeds", type=several(int), default=[0, 1, 2], help="with commas (default 0,1,2)")
     parser.add_argument("--targets", type=int, default=3, help="devices whose samples are reconstructed (default 3)")
     parser.add_argument("--steps", type=int, default=1000, help="of a reconstruction's search (default 1000)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     arguments = parser.parse_args()
-    attacks = arguments.attacks.split(",")
-    if unknown := set(attacks) - {"labels", "inversion", "membership"}:
+    if unknown := set(arguments.attacks) - set(ATTACKS):
         parser.error(f"unknown attacks {sorted(unknown)}; there are labels, inversion and membership")
     scenario = Scenario(
         task=arguments.task, data=arguments.data, samples=arguments.samples, model=arguments.model,
@@ -530,11 +528,11 @@ def main() -> None:
         print(f"\r{text:<79}", end="", file=sys.stderr, flush=True)
 
     found: dict[str, list[Figures]] = defaultdict(list)
-    for seed in map(int, arguments.seeds.split(",")):
+    for seed in arguments.seeds:
         with tempfile.TemporaryDirectory() as home:
             at = scene(scenario, seed, Path(home))
             for when in ("first round", f"after {arguments.rounds} rounds"):
-                for attack in attacks:
+                for attack in arguments.attacks:
                     say(f"seed {seed}, {when}: {attack}")
                     match attack:
                         case "labels":
@@ -550,12 +548,9 @@ def main() -> None:
     print(file=sys.stderr)
     tables = {name: averaged(each) for name, each in found.items()}
     for name, rows in tables.items():
-        print(name)
-        for row, figures in rows.items():
-            print(f"  {row:<60}" + "  ".join(f"{key} {value:.3f}" for key, value in figures.items()))
-    if arguments.json:
-        settings = {key: str(value) for key, value in vars(arguments).items() if key != "json"}
-        arguments.json.write_text(json.dumps({"settings": settings, **tables}, indent=1) + "\n", encoding="utf-8")
+        show(({"": row} | figures for row, figures in rows.items()), name)
+    settings = {key: str(value) for key, value in vars(arguments).items() if key != "json"}
+    finish(arguments, {"settings": settings, **tables})
 
 
 if __name__ == "__main__":

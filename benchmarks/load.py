@@ -44,11 +44,13 @@ import tempfile
 import time
 from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from script import cpu_s, finish, machine, parser_of, peak_mb, plot, show
 
 from coordinator.checks import first_model
 from coordinator.fleet.orders import OrderStatus
@@ -82,9 +84,6 @@ from fedge.tensors import Layout, Model, unflatten
 from fedge.topics import Topics
 from fedge.transfer import Receiver
 from fedge.transport import BrokerSettings, Inbound, Transport, Will
-
-sys.path.append(str(Path(__file__).parent))  # tests import this file, too
-from processes import cpu_s, machine, peak_mb
 
 TOPICS = Topics("load")
 PARTS = ("coordinator", "helpers", "broker", "herds")
@@ -215,11 +214,9 @@ def _failed(error: BaseException) -> None:
     raise error
 
 
-def devices(
-    names: list[str], broker: BrokerSettings, task: str, layout: Layout, folder: Path, pipe: Connection
-) -> None:
+def devices(*arguments: object) -> None:
     """A process of devices. Says when all are connected; answers "back", "accepted", and ends at "end"."""
-    asyncio.run(_devices(names, broker, task, layout, folder, pipe))
+    asyncio.run(_devices(*arguments))
 
 
 async def _devices(
@@ -389,37 +386,23 @@ class Run:
         }
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    widths = [max(len(name), 7) for name in names]
-    cells = [names, *([str(row.get(name, "")) for name in names] for row in rows)]
-    return "\n".join("  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) for line in cells)
-
-
-def plot(rows: list[dict[str, Any]], file: Path) -> None:
+def growth(rows: list[dict[str, Any]], axes: Any) -> None:
     """Time of a round, and the coordinator's processor time in it, against devices; dashed: in proportion to them."""
-    import matplotlib as mpl
-
-    mpl.use("agg")
-    from matplotlib import pyplot as plt
-
     sizes = [row["devices"] for row in rows]
     curves = {
         "a round": [row["round s"] for row in rows],
         "processor of the coordinator": [row["coordinator ms/device"] * row["devices"] / 1000 for row in rows],
     }
-    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
     for name, seconds in curves.items():
         (line,) = axes.loglog(sizes, seconds, "o-", label=name)
         axes.loglog(sizes, [seconds[-1] * n / sizes[-1] for n in sizes], "--", color=line.get_color(), linewidth=1)
     axes.set(xlabel="connected devices", ylabel="seconds", xticks=sizes, xticklabels=sizes)
     axes.minorticks_off()
     axes.legend()
-    figure.savefig(file, dpi=150)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--devices", type=int, nargs="+", default=[100, 1000, 5000])
     parser.add_argument("--rounds", type=int, default=3, help="rounds of training (default 3)")
     parser.add_argument("--processes", type=int, default=2, help="processes that the devices live in (default 2)")
@@ -429,7 +412,6 @@ def main() -> None:
     parser.add_argument("--storm", action="store_true", help="kill Mosquitto in round 2, and start it again")
     parser.add_argument("--vanish", type=float, default=0.0, metavar="SHARE", help="of the devices, killed in round 2")
     parser.add_argument("--verbose", action="store_true", help="tell of each round")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="draw the growth, with straight lines beside it (.png)"
     )
@@ -442,13 +424,11 @@ def main() -> None:
     for n in sorted(args.devices):
         with tempfile.TemporaryDirectory() as home:
             rows.append(asyncio.run(Run(n, args, Path(home), task, layout).measure()))
-        print(table(rows[-1:]), flush=True)
-    print(table(rows))
+        show(rows[-1:])
+    show(rows)
     if args.plot:
-        plot(rows, args.plot)
-    if args.json:
-        found = {"benchmark": "load", **machine(), "weights": layout.n_params, "sizes": rows}
-        args.json.write_text(json.dumps(found, indent=2) + "\n")
+        plot(args.plot, partial(growth, rows), figsize=(6, 4))
+    finish(args, {"benchmark": "load", **machine(), "weights": layout.n_params, "sizes": rows})
 
 
 if __name__ == "__main__":

@@ -10,9 +10,7 @@ Run: python benchmarks/marks.py [--marked 0.3 0.7] [--repeats 3] [--json FILE]
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import sys
 import tempfile
 import time
@@ -21,11 +19,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from script import finish, parser_of, show
+
 from coordinator.fleet.simulated import SimulatedFleet
 from coordinator.methods import Server, make
 from coordinator.simulation.federation import deal
 from coordinator.simulation.rounds import run
-from coordinator.simulation.settings import Groups, Partition, Scenario
+from coordinator.simulation.settings import Scenario
 from edge_agent.batched import Job, one_by_one, one_thread
 from edge_agent.worker import Finished, Worker
 from fedge.tasks import share_data
@@ -33,7 +33,7 @@ from fedge.tensors import unflatten
 
 SETTINGS: Final[dict[str, dict[str, Any]]] = {
     "alpha 0.5": {"alpha": 0.5},
-    "own label code": {"partition": Partition.GROUPS, "groups": Groups.CODES, "n_groups": 1},
+    "own label code": {"partition": "groups", "groups": "codes", "n_groups": 1},
 }
 """In the second the local model comes in."""
 
@@ -70,11 +70,10 @@ def seconds(setting: str, marked: float, rounds: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--marked", type=float, nargs="+", default=[0.3, 0.7], help="shares (default 0.3 0.7)")
     parser.add_argument("--rounds", type=int, default=30, help="(default 30)")
     parser.add_argument("--repeats", type=int, default=3, help="the smallest of so many times (default 3)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     arguments = parser.parse_args()
     shares = [0.0, *arguments.marked]
     figures: dict[str, dict[str, dict[str, float]]] = {}
@@ -91,10 +90,8 @@ def main() -> None:
             row = {step: round(taken, 3) for step, taken in steps.items()}
             row |= {"all": round(sum(steps.values()), 3), "times": round(sum(steps.values()) / without, 3)}
             figures.setdefault(setting, {})[f"{marked:.0%} marked"] = row
-            told = "  ".join(f"{name} {value}" for name, value in row.items())
-            print(f"{setting}, {marked:.0%} marked  {told}", flush=True)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    show({"setting": s, "": m} | row for s, rows in figures.items() for m, row in rows.items())
+    finish(arguments, figures)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ a GPU. A client that is idle makes no pass over its samples.
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -27,7 +26,7 @@ from pfl.data.federated_dataset import FederatedDataset
 from pfl.hyperparam.base import NNEvalHyperParams, NNTrainHyperParams
 from pfl.metrics import Metrics
 from pfl.model.pytorch import PyTorchModel
-from plain import NETWORKS, Plan, Samples
+from plain import NETWORKS, Plan, Samples, answer
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -58,7 +57,7 @@ class Clock(TrainingProcessCallback):  # type: ignore[misc, unused-ignore]
         return False, Metrics()
 
 
-def fedavg(model: str, clients: Sequence[Samples], plan: Plan, *, idle: bool) -> list[float]:
+def fedavg(model: str, clients: Sequence[Samples], plan: Plan, idle: bool) -> list[float]:
     """Seconds of each round but the first one."""
 
     def data_of(k: int) -> Dataset:
@@ -95,15 +94,5 @@ def fedavg(model: str, clients: Sequence[Samples], plan: Plan, *, idle: bool) ->
     return np.diff(clock.ends).tolist()
 
 
-def main(folder: Path) -> None:
-    asked = json.loads((folder / "asked.json").read_text())
-    plan = Plan(**asked["plan"])
-    with np.load(folder / "clients.npz") as arrays:
-        clients = list(zip(arrays["x"], arrays["y"], strict=True))
-    torch.set_num_threads(asked["threads"])
-    found = {name: fedavg(asked["model"], clients, plan, idle=name == "idle") for name in asked["kinds"]}
-    (folder / "found.json").write_text(json.dumps(found))
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    answer(Path(sys.argv[1]), fedavg)

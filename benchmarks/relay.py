@@ -9,7 +9,6 @@ Run: python benchmarks/relay.py [--devices 3 10] [--method fedavg fedge] [--roun
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import tempfile
@@ -19,6 +18,7 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
+from script import parser_of
 
 from coordinator.relay.cli import RelaySettings, relaying
 from coordinator.service import CoordinatorSettings, serve
@@ -28,7 +28,7 @@ from edge_agent.worker import Worker
 from fedge.broker import LocalBroker
 from fedge.messages import Codec
 from fedge.task import TaskSpec
-from fedge.tasks import DeviceData, partition, pool, share_data, write_task
+from fedge.tasks import DeviceData, Partitioning, partition, pool, share_data, write_task
 from fedge.transport import BrokerSettings
 
 SITES = ("north", "south")
@@ -88,7 +88,7 @@ async def measured(
 
 def main() -> None:
     """Print a row for each case, and the ratio."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--devices", type=int, nargs="+", default=[3, 10], help="of each of two sites")
     parser.add_argument("--method", nargs="+", default=["fedavg"])
     parser.add_argument("--rounds", type=int, default=5)
@@ -99,7 +99,7 @@ def main() -> None:
     task = msgspec.structs.replace(samples.spec, model="mlp", model_options={"hidden": given.hidden})
     for method, codec, n in ((m, c, n) for m in given.method for c in given.codec for n in given.devices):
         names = [f"{site}-{k:02d}" for site in SITES for k in range(n)]
-        shares = partition(samples, len(names), how="dirichlet", alpha=1.0, sensitive=0.0, seed=0)
+        shares = partition(samples, len(names), Partitioning(), seed=0)
         devices = {i: share_data(task, share) for i, share in zip(names, shares, strict=True)}
         settings = CoordinatorSettings(
             broker="localhost:1",

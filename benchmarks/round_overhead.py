@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import signal
@@ -35,7 +36,7 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 import numpy as np
 import psutil
-from processes import cpu_s, peak_mb
+from script import cpu_s, finish, parser_of, peak_mb, show
 
 from edge_agent.worker import Finished
 from fedge.broker import LocalBroker
@@ -208,28 +209,11 @@ async def measure(case: Case, rounds: int, ways: tuple[Codec, Down]) -> dict[str
     }
 
 
-def show(found: dict[str, Any]) -> None:
-    server, seconds, rival = found["coordinator"], found["seconds"], FLOWER[found["model"]]
-    cpu = " ".join(f"{found['cpu_s_per_round'][name]:6.3f}" for name in ("coordinator", "agent", "broker", "all"))
-    print(
-        f"{found['model']:>7} {found['agents']:>6} {seconds:8.3f} ({min(server['seconds']):.3f}-"
-        f"{max(server['seconds']):.3f}) {server['mb_up']:8.1f} {server['mb_down']:8.1f} "
-        f" {cpu} {server['peak_mb']:8.0f} {found['agent']['peak_mb']:8.0f}"
-        f"   {rival['seconds']:.1f} s, {rival['server_mb']:.0f} MB: {rival['seconds'] / seconds:.1f} x faster,"
-        f" {server['peak_mb'] / rival['server_mb']:.2f} of its memory"
-    )
-
-
 async def run_all(options: argparse.Namespace) -> list[dict[str, Any]]:
-    print(
-        "  model agents  s/round (range)         MB up  MB down  CPU: server agent broker all  server MB agent MB"
-        "   Flower 1.41, 4 nodes"
-    )
-    results = []
-    for model in options.models:
-        for agents in options.agents:
-            results.append(await measure(Case(model, agents), options.rounds, (options.codec, options.down)))
-            show(results[-1])
+    ways = options.codec, options.down
+    cases = itertools.starmap(Case, itertools.product(options.models, options.agents))
+    results = [await measure(case, options.rounds, ways) for case in cases]
+    show(row | {"Flower 1.41, 4 nodes": FLOWER[row["model"]]} for row in results)
     return results
 
 
@@ -249,17 +233,15 @@ def main() -> None:
     if sys.argv[1:2] == ["--role"]:
         role(sys.argv[2:])
         return
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--agents", type=int, nargs="+", default=[4, 8], help="numbers of agents (default 4 8)")
     parser.add_argument("--models", nargs="+", default=list(HIDDEN), choices=list(HIDDEN), help="sizes of the model")
     parser.add_argument("--rounds", type=int, default=10, help="rounds that count (default 10)")
     parser.add_argument("--codec", type=Codec, default=Codec.FLOAT32, help="of the updates (default float32)")
     parser.add_argument("--down", default="float32", choices=["int8", "float32"], help="of models (default float32)")
-    parser.add_argument("--json", type=Path, help="write all values to this file")
     options = parser.parse_args()
     results = asyncio.run(run_all(options))
-    if options.json:
-        options.json.write_text(json.dumps({"results": results, "flower": FLOWER}, indent=1), encoding="utf-8")
+    finish(options, {"results": results, "flower": FLOWER})
 
 
 if __name__ == "__main__":

@@ -14,9 +14,7 @@ Run: python benchmarks/secure_aggregation.py [--devices 10 100 1000] [--hidden 1
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import tempfile
 import time
 from collections import defaultdict
@@ -26,6 +24,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+from script import finish, parser_of, show
 
 from coordinator.fleet import Answer, order_for
 from coordinator.fleet.masked import MaskedFleet
@@ -119,26 +118,18 @@ async def measure(n: int, hidden: int, dropped: float, home: Path) -> dict[str, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--devices", type=int, nargs="+", default=[10, 100, 1000])
     parser.add_argument("--hidden", type=int, default=1000, help="units of an mlp: 75 parameters each")
     parser.add_argument("--dropped", type=float, nargs="+", default=[0.0, 0.1])
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     rows = []
-    print("| devices | dropped out | up | up, plain | down | down, plain | device | coordinator |")
-    print("|---|---|---|---|---|---|---|---|")
     for n in options.devices:
         for share in options.dropped:
             with tempfile.TemporaryDirectory() as home, volatile():  # processor time knows nothing of the disk
-                row = asyncio.run(measure(n, options.hidden, share, Path(home)))
-            rows.append(row)
-            plain, masked = row["plain"], row["masked"]
-            sizes = [f"{x / 1e3:.1f} kB" for x in (masked["up"], plain["up"], masked["down"], plain["down"])]
-            times = f"{1e3 * masked['device_s']:.0f} ms | {masked['coordinator_s']:.2f} s"
-            print(f"| {n} | {row['dropped']} | {' | '.join(sizes)} | {times} |", flush=True)
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+                rows.append(asyncio.run(measure(n, options.hidden, share, Path(home))))
+    show(rows)
+    finish(options, rows)
 
 
 if __name__ == "__main__":

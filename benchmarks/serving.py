@@ -12,7 +12,6 @@ the clients' own work, which on a machine of few cores competes with the server'
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from statistics import median
 import numpy as np
 import psutil
 import tritonclient.http as triton
+from script import finish, parser_of, show
 
 import deploy
 
@@ -94,12 +94,11 @@ def figures(n: int, begin: float, latencies: list[float], cpu: float) -> dict[st
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("bundle", nargs="?", type=Path, default=GOLDEN)
     parser.add_argument("--large", action="store_true", help="nine cnn32, untrained, instead of BUNDLE")
     parser.add_argument("--requests", type=int, default=600)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         bundle = arguments.bundle
@@ -108,10 +107,10 @@ def main() -> None:
 
             bundle = Path(folder) / "cnn32"
             Subject("cnn32", 8, bundle)
-        measure(bundle, arguments.requests, arguments.rounds, arguments.json)
+        finish(arguments, measure(bundle, arguments.requests, arguments.rounds))
 
 
-def measure(bundle: Path, requests: int, rounds: int, record: Path | None) -> None:
+def measure(bundle: Path, requests: int, rounds: int) -> dict[str, dict[str, float]]:
     runtime = deploy.load(bundle)
     shape, scale = runtime.task.input_shape, runtime.task.preprocessing.scale
     x = np.random.default_rng(0).uniform(0, scale, (64, *shape)).astype(np.float32)
@@ -129,14 +128,8 @@ def measure(bundle: Path, requests: int, rounds: int, record: Path | None) -> No
     for name, results in found.items():
         for key in ("per_s", "p99_ms", "server_ms"):
             rows[name][f"{key}/loop"] = median(a[key] / b[key] for a, b in zip(results, found["loop"], strict=True))
-    print(f"{'variant':12}  requests/s  median ms  p99 ms  server ms   of the loop's: requests/s  p99  server ms")
-    for name, row in rows.items():
-        print(
-            f"{name:12}  {row['per_s']:10.0f}  {row['median_ms']:9.3f}  {row['p99_ms']:6.2f}  {row['server_ms']:9.3f}"
-            f"  {row['per_s/loop']:25.3f}  {row['p99_ms/loop']:3.0f}  {row['server_ms/loop']:9.1f}"
-        )
-    if record:
-        record.write_text(json.dumps(rows, indent=2) + "\n")
+    show({"variant": name} | row for name, row in rows.items())
+    return rows
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
-from processes import machine
+from script import finish, machine
 
 from coordinator.fleet.simulated import SimulatedFleet
 from coordinator.methods import MethodSettings, make
@@ -38,7 +38,7 @@ from coordinator.simulation.rounds import run
 from edge_agent.worker import Worker
 from fedge import models
 from fedge.task import TaskSpec
-from fedge.tasks import DeviceData, Pool, partition, pool, share_data
+from fedge.tasks import DeviceData, Partitioning, Pool, partition, pool, share_data
 from fedge.tensors import unflatten
 
 
@@ -62,9 +62,7 @@ def resampled(n_devices: int, n_each: int = 40, alpha: float = 0.5) -> tuple[Tas
         (share,) = partition(
             Pool(np.rot90(samples.x[own], i % 3, axes=(1, 2)), samples.y[own], samples.spec),
             1,
-            how="dirichlet",
-            alpha=1.0,
-            sensitive=0.1,
+            Partitioning(sensitive=0.1),
             seed=i,
         )
         data[f"d{i:05}"] = share_data(samples.spec, share)
@@ -173,8 +171,7 @@ def main() -> None:
         figures = figures_of(args, Path(folder))
     figures = {"benchmark": f"simulate {args.kind}", **machine(), "torch": torch.__version__} | figures
     print(json.dumps(figures, indent=2))
-    if args.json:
-        args.json.write_text(json.dumps(figures, indent=2) + "\n")
+    finish(args, figures)
 
 
 if __name__ == "__main__":

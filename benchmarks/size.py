@@ -10,10 +10,8 @@ apart by the parser, so that a row says how much of it is code.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import io
-import json
 import subprocess
 import tarfile
 import tokenize
@@ -22,10 +20,12 @@ from collections.abc import Iterable
 from fnmatch import fnmatch
 from pathlib import Path
 
+from script import finish, parser_of
+
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("fedge", "edge_agent", "export", "coordinator", "deploy")
 LATER: dict[str, str] = {
-    "Python interface, notebooks": "coordinator/simulation/{interface,samples,sample_cli,folder}.py fedge/tasks/own.py",
+    "Python interface, notebooks": "coordinator/simulation/{interface,sample_cli}.py fedge/tasks/own.py",
     "identity, certificates, signed messages": (
         "coordinator/provision/* coordinator/members.py edge_agent/enrol_cli.py fedge/service.py fedge/notify.py "
         "fedge/{identity,sealed,kit,certificates,renewal,mosquitto}.py"
@@ -132,9 +132,8 @@ def by_feature(sources: dict[str, str]) -> dict[str, Counter[str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--since", default="", help="earlier commits, with commas, oldest first")
-    parser.add_argument("--json", type=Path, help="write the present figures to this file")
     arguments = parser.parse_args()
     commits = [commit for commit in arguments.since.split(",") if commit]
     versions = [*(by_feature(packed(commit)) for commit in commits), by_feature(present())]
@@ -152,8 +151,7 @@ def main() -> None:
         print("\n".join(row(name, [name]) for name in names))
         print(row(f"**{title}**", list(names)))
     print(row("**all**", [*STOOD, *LATER]))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(versions[-1], indent=1))
+    finish(arguments, versions[-1])
 
 
 if __name__ == "__main__":

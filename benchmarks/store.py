@@ -11,9 +11,7 @@ Run: python benchmarks/store.py [--reports 2000] [--store postgresql://USER@HOST
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 import os
 import tempfile
 import time
@@ -21,6 +19,8 @@ from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from script import finish, parser_of, show
 
 from coordinator.fleet import Device
 from coordinator.store import RECALLED_ROUNDS, Store
@@ -106,12 +106,11 @@ def sizes(rounds: list[int], n_devices: int, keep: int) -> dict[int, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--reports", type=int, default=2000, help="(default 2000)")
     parser.add_argument("--store", help="postgresql://...; without it SQLite")
     parser.add_argument("--rounds", type=int, nargs="*", default=[], help="measure the size after so many rounds")
     parser.add_argument("--devices", type=int, default=100, help="in each of these rounds (default 100)")
-    parser.add_argument("--json", type=Path, help="write the figures")
     args = parser.parse_args()
     rows: dict[str, Any] = {}
     if args.rounds:
@@ -120,10 +119,8 @@ def main() -> None:
     else:
         rows = {f"reports/s, {n} under way": round(reports_per_s(args.store, args.reports, n)) for n in (1, 10, 100)}
         rows["fsyncs/s"] = round(fsyncs_per_s(min(args.reports, 500)))
-    for name, figure in rows.items():
-        print(f"{name:24} {figure}")
-    if args.json:
-        args.json.write_text(json.dumps(rows))
+    show({"": name, "figure": figure} for name, figure in rows.items())
+    finish(args, rows)
 
 
 if __name__ == "__main__":

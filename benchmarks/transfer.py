@@ -27,10 +27,8 @@ Run: python benchmarks/transfer.py [--repeat 15] [--json FILE]
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import hashlib
-import json
 import multiprocessing
 import os
 import random
@@ -44,7 +42,7 @@ from typing import Any
 
 import paho.mqtt.client as paho
 from paho.mqtt.enums import CallbackAPIVersion, MQTTProtocolVersion
-from processes import cpu_s
+from script import cpu_s, finish, parser_of, show
 
 from fedge.broker import LocalBroker
 from fedge.files import BlobFolder, sync
@@ -149,13 +147,13 @@ def ceiling_publisher(port: int, pipe: Connection) -> None:
 # ------------------------------------------------------------------------------------------------------- ours
 
 
-def peer(port: int, home: str, name: str, other: str, durable: bool, pipe: Connection) -> None:
+def peer(*arguments: object) -> None:
     """A coordinator or an agent: ("make", size) -> ref; ("fetch", ref) -> seconds."""
-    asyncio.run(run_peer(port, Path(home), name, other, durable, pipe))
+    asyncio.run(run_peer(*arguments))
 
 
-async def run_peer(port: int, home: Path, name: str, other: str, durable: bool, pipe: Connection) -> None:
-    folder = BlobFolder(home / name)
+async def run_peer(port: int, home: str, name: str, other: str, durable: bool, pipe: Connection) -> None:
+    folder = BlobFolder(Path(home) / name)
     transport = Transport(BrokerSettings("127.0.0.1", port), name)
     receiver = Receiver(transport, folder, durable=durable)
     async with transport, Sender(transport, folder.path) as sender:
@@ -296,34 +294,15 @@ def summary(figures: Figures) -> dict[str, dict[str, Any]]:
     return result
 
 
-def table(name: str, figures: Figures, result: dict[str, dict[str, Any]]) -> str:
-    heads = ("MB/s", "(range)", "of ceiling", "of its floor", *ROLES, "share by CPU")
-    lines = ["{:8} {:>6} {:>12} {:>11} {:>13} {:>8} {:>8} {:>8} {:>13}".format(name, *heads)]
-    for case in CASES:
-        rates, row = figures[case]["mb_per_s"], result[case]
-        spread = f"({min(rates):.0f}-{max(rates):.0f})"
-        ratios = [f"{row[f'of_{other}']:.2f}" for other in REFERENCES.get(case, ())]
-        of_ceiling, of_floor = (*ratios, "", "")[:2]
-        cpu = " ".join(f"{row['median_cpu_ms_per_mb'][role]:8.2f}" for role in ROLES)
-        lines.append(
-            f"{case:8} {row['median_mb_per_s']:6.0f} {spread:>12} {of_ceiling:>11} {of_floor:>13}"
-            f" {cpu} {row['share_by_cpu']:13.2f}"
-        )
-    return "\n".join(lines)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--repeat", type=int, default=15, help="repetitions that count (default 15)")
-    parser.add_argument("--json", type=Path, help="write all values to this file")
     options = parser.parse_args()
     measured = asyncio.run(run(options.repeat))
     result = {name: summary(figures) for name, figures in measured.items()}
-    print("\n\n".join(table(name, figures, result[name]) for name, figures in measured.items()))
-    print("\nfloor: of down, kept; of up, durable (python benchmarks/transfer.py --help)")
-    if options.json:
-        document = {name: {"values": measured[name], "summary": result[name]} for name in measured}
-        options.json.write_text(json.dumps(document, indent=1), encoding="utf-8")
+    for name, cases in result.items():
+        show(({"": case} | row for case, row in cases.items()), f"\n{name}")
+    finish(options, {name: {"values": measured[name], "summary": result[name]} for name in measured})
 
 
 if __name__ == "__main__":

@@ -32,16 +32,14 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+from load import TOPICS, Herd
+from script import cpu_s, finish, machine, parser_of, show
 
 from coordinator.checks import first_model
 from coordinator.store import Store
 from fedge.broker import LocalBroker, free_port
 from fedge.tasks import task_spec
 from fedge.transport import BrokerSettings
-
-sys.path.append(str(Path(__file__).parent))  # tests import this file, too
-from load import TOPICS, Herd
-from processes import cpu_s, machine
 
 DUE_S = 0.4
 """page.js reads so long after news."""
@@ -215,32 +213,19 @@ class Run:
         return found
 
 
-def show(way: str, row: dict[str, Any]) -> str:
-    low, high = row["range"]
-    return (
-        f"{way:>12} {row['round ms']:9.1f} ({low:.1f}-{high:.1f}) {row['ratio']:8.3f} ({min(row['ratios']):.2f}-"
-        f"{max(row['ratios']):.2f}) {row['cpu ms']:9.1f} {row['reads/s']:8.1f} {row['MB/s']:6.2f} {row['rounds']:7}"
-    )
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--devices", type=int, default=50, help="(default 50)")
     parser.add_argument("--pages", type=int, default=5, help="that are open at a time (default 5)")
     parser.add_argument("--turns", type=int, default=5, help="of each of the three (default 5)")
     parser.add_argument("--turn-s", type=float, default=10.0, help="(default 10)")
     parser.add_argument("--settle-s", type=float, default=3.0, help="(default 3)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as home:
         found = asyncio.run(Run(args, Path(home)).measure())
-    print(f"{args.devices} devices, {args.pages} pages\n     watched  ms/round (range)    to nobody (range)    CPU ms"
-          "  reads/s   MB/s  rounds")  # fmt: skip
-    for way, row in found.items():
-        print(show(way, row))
-    if args.json:
-        told = {"benchmark": "watched", **machine(), "devices": args.devices, "pages": args.pages, "ways": found}
-        args.json.write_text(json.dumps(told, indent=2) + "\n")
+    show({"watched": way} | row for way, row in found.items())
+    told = {"benchmark": "watched", **machine(), "devices": args.devices, "pages": args.pages, "ways": found}
+    finish(args, told)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import subprocess
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -18,7 +19,7 @@ import fedge
 from coordinator.methods import Option
 from fedge.config import Secret
 from fedge.errors import MALFORMED, ConfigError
-from fedge.files import write_atomically
+from fedge.files import make_folder, write_atomically
 
 FILE: Final = "run.json"
 PACKAGES: Final = ("numpy", "torch", "torchvision", "onnx", "onnxscript", "onnxruntime", "scikit-learn", "msgspec")
@@ -121,3 +122,24 @@ def commit() -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return said.stdout.strip() or None
+
+
+def named_by_time(command: str) -> Path:
+    """A folder here for a command's results if the user names none."""
+    return Path(time.strftime(f"fedge-{command}-%Y%m%d-%H%M%S"))
+
+
+def new_folder(out: Path | None, command: str) -> Path:
+    """Create the folder of a run's results and its parents, always new: old results are never mistaken for new ones.
+
+    `out` None: one named by the time.
+
+    Raises:
+        ConfigError: it is not empty.
+        StoreError: it cannot be made.
+    """
+    folder = out or named_by_time(command)
+    make_folder(folder)
+    if any(folder.iterdir()):
+        raise ConfigError(f"{folder} is not empty: choose a new folder with --out, or remove it")
+    return folder

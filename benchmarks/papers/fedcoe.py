@@ -37,7 +37,6 @@ os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM
 
 import argparse
 import asyncio
-import json
 import logging
 import sys
 import tempfile
@@ -58,8 +57,9 @@ from coordinator.fleet.simulated import SimulatedFleet
 from coordinator.methods import MethodSettings, Server, make
 from coordinator.methods.fedcoe import FedCoE, FedCoEState, Preset
 from coordinator.server_data import ServerData
+from coordinator.simulation.rounds import run as run_rounds
 from edge_agent.worker import Worker
-from fedge.messages import Codec, blobs_of
+from fedge.messages import Codec
 from fedge.models import initial
 from fedge.models.training import Network, Trainer, torch_device
 from fedge.processor import Processor
@@ -71,7 +71,7 @@ from fedge.tensors import Layout, Model, Tensors, unflatten
 
 sys.path.append(str(Path(__file__).parent.parent))
 from default_method import cifar
-from table import add_metrics, compared, measured, write
+from table import add_metrics, compared, finish, measured, plain_parser, say, write
 
 N_CLIENTS, N_NEW = 10, 3
 LOCAL_STEPS = 50  # of "+ft"
@@ -162,10 +162,6 @@ SPEC: dict[float, dict[str, tuple[float | None, float | None, float | None, floa
         "repaired, one expert, N_top = 10": (93.5, 93.9, 93.4, 92.9, 90),
     },
 }
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 Samples = tuple[NDArray[np.float32], NDArray[np.int64]]
@@ -338,11 +334,7 @@ class Trial:
         )
         method = make(name, settings, Server(self.task, self.split.server_data))
         state = method.init(self.layout, fleet.put(unflatten(start, self.layout)))
-        for number in range(1, self.rounds + 1):
-            fleet.round = number
-            state = await method.advance(state, fleet)
-            fleet.keep_only({ref.digest for ref in blobs_of(state)})
-        return method, state, fleet
+        return method, await run_rounds(method, state, fleet, rounds=self.rounds), fleet
 
     async def fedavg(self, start: Model, proximal_mu: float = 0.0) -> Figures:
         name, options = ("fedprox", {"proximal_mu": proximal_mu}) if proximal_mu else ("fedavg", {})
@@ -469,7 +461,7 @@ def of_compare(setting: Setting, alpha: float, rounds: int, arguments: argparse.
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = plain_parser(__doc__)
     parser.add_argument("--data", type=Path, required=True, help="folder with the data sets")
     parser.add_argument("--set", choices=["mnist", "cifar10"], default="mnist")
     parser.add_argument("--full", action="store_true", help="cifar10: the paper's size")
@@ -478,7 +470,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, help="default: 100; with --full 1,000")
     parser.add_argument("--quick", action="store_true", help="one seed, three rounds, alpha 0.1: to see that it runs")
     parser.add_argument("--train-on", type=Processor, choices=list(Processor), default=Processor.CPU)
-    parser.add_argument("--json", type=Path)
     add_metrics(parser, "fedcoe", "instead of the table print what METRICS of table.py has, of `fedge compare`")
     flags = parser.parse_args()
     if flags.full and flags.set != "cifar10":
@@ -505,9 +496,7 @@ def main() -> None:
             if alpha == 0.1 and setting is MNIST:
                 results["acceptance"] = {name: bool(holds) for name, holds in acceptance(runs).items()}
                 print("\n".join(f"  {'yes' if holds else 'NO '}  {name}" for name, holds in acceptance(runs).items()))
-    if flags.json:
-        flags.json.parent.mkdir(parents=True, exist_ok=True)
-        flags.json.write_text(json.dumps({"seeds": seeds, "rounds": rounds, "tables": results}, indent=1))
+    finish(flags, {"seeds": seeds, "rounds": rounds, "tables": results})
 
 
 if __name__ == "__main__":

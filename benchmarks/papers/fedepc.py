@@ -30,8 +30,6 @@ os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM
 
 import argparse
 import asyncio
-import json
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
@@ -44,7 +42,7 @@ import numpy as np
 import torch
 from batch_search import greedy_batch
 from sklearn.metrics import adjusted_rand_score
-from table import add_metrics, compared, measured, write
+from table import add_metrics, compared, finish, measured, plain_parser, say, write
 
 from coordinator.clustering import aidc
 from coordinator.clustering.rivals import agglomerative, kmeans
@@ -55,25 +53,22 @@ from coordinator.methods import MethodSettings, State, make
 from coordinator.methods.fedepc import FedEpc, FedEpcState
 from coordinator.methods.grouping import Description
 from coordinator.selection import ccmab
+from coordinator.simulation.rounds import run as run_rounds
 from edge_agent.sparsity import sparsity_profile
 from edge_agent.worker import Worker
-from fedge.messages import Codec, blobs_of
+from fedge.messages import Codec
 from fedge.models import initial
 from fedge.models.training import Network
 from fedge.processor import Processor
 from fedge.sgd import Sgd
 from fedge.task import TaskSpec
-from fedge.tasks import DeviceData, partition, pool
+from fedge.tasks import DeviceData, Partitioning, partition, pool
 from fedge.tensors import unflatten
 
 N_PROXY, TEST_SHARE, N_DEVICES, CLASSES = 200, 0.2, 40, 10
 EPOCHS, BATCH, FEWEST = 5, 16, 5
 PI_4_GHZ = 1.8
 TARGETS = (0.95, 0.97, 0.98)
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 # ------------------------------------------------------------------------------------------------------ the images
@@ -214,10 +209,10 @@ class Federation:
         between: tuple[int, int] | None = None,
     ) -> None:
         self.digits = digits
-        shares = partition(digits.rest, N_DEVICES, sensitive=0.0, min_samples=FEWEST, seed=seed, **how)
+        shares = partition(digits.rest, N_DEVICES, Partitioning(min_samples=FEWEST, **how), seed=seed)
         self.ids = [f"d{i:03d}" for i in range(N_DEVICES)]
         self.group = {i: share.group for i, share in zip(self.ids, shares, strict=True)}
-        rotated = how["how"] == "groups" and how.get("groups") != "labels"
+        rotated = how["partition"] == "groups" and how.get("groups") != "labels"
         self.turns = self.group if rotated else dict.fromkeys(self.ids, 0)
         self.x, self.y = {}, {}
         for i, share in zip(self.ids, shares, strict=True):
@@ -292,13 +287,12 @@ async def learn(
     if described is not None:
         assert isinstance(state, FedEpcState)
         state = msgspec.structs.replace(state, described=described, unit=unit)
-    curve = []
-    while state.round < settings.rounds:
-        fleet.round = state.round + 1
-        state = await method.advance(state, fleet)
-        fleet.keep_only({ref.digest for ref in blobs_of(state)})
+    curve: list[tuple[float, float]] = []
+
+    def on_round(state: State) -> None:
         curve.append((fleet.seconds, federation.personal(method, state, fleet)))
-    return curve, state
+
+    return curve, await run_rounds(method, state, fleet, on_round, settings.rounds)
 
 
 def settings_of(seed: int, rounds: int, rate: float, **options: Any) -> MethodSettings:
@@ -309,10 +303,10 @@ def settings_of(seed: int, rounds: int, rate: float, **options: Any) -> MethodSe
 # ------------------------------------------------------------------------------------------------ 8.2: accuracy
 
 SETTINGS: dict[str, tuple[dict[str, Any], float]] = {  # partition, learning rate
-    "dirichlet 0.1": ({"how": "dirichlet", "alpha": 0.1}, 0.1),
-    "dirichlet 0.5": ({"how": "dirichlet", "alpha": 0.5}, 0.1),
-    "4 label groups": ({"how": "groups", "alpha": 100.0, "n_groups": 4, "groups": "labels"}, 0.05),
-    "4 rotation groups": ({"how": "groups", "alpha": 100.0, "n_groups": 4}, 0.05),
+    "dirichlet 0.1": ({"partition": "dirichlet", "alpha": 0.1}, 0.1),
+    "dirichlet 0.5": ({"partition": "dirichlet", "alpha": 0.5}, 0.1),
+    "4 label groups": ({"partition": "groups", "alpha": 100.0, "n_groups": 4, "groups": "labels"}, 0.05),
+    "4 rotation groups": ({"partition": "groups", "alpha": 100.0, "n_groups": 4}, 0.05),
 }
 ACCURACY: dict[str, tuple[float | None, ...]] = {  # the specification's, by setting
     "fedavg": (0.920, 0.951, 0.889, 0.770),
@@ -340,7 +334,7 @@ def of_compare(rounds: int, arguments: argparse.Namespace) -> list[dict[str, Any
     """The rows of 8.2 as `fedge compare` runs them, in what is nearest to its settings there."""
     figures = []
     for setting, (how, rate) in SETTINGS.items():
-        fields = {"partition" if key == "how" else key: value for key, value in how.items()} | {
+        fields = how | {
             "set": "digits", "model": "networks:mlp64", "devices": N_DEVICES, "participation": 0.2,
             "rounds": rounds, "local_epochs": EPOCHS, "min_samples": FEWEST, "batch_size": BATCH, "momentum": 0.0,
             "learning_rate": rate, "global_test": TEST_SHARE, "server_data": 0.5,
@@ -417,7 +411,7 @@ SELECTIONS: dict[str, tuple[str, dict[str, Any], tuple[float, ...]]] = {  # meth
     "bandit (batch) + deadline + no-starvation": (f"{HERE}:Batch", {}, (235, 429, 599)),
     "fastest devices only": (f"{HERE}:Unfair", {"selection": "fastest", "deadline": "none"}, (285, 457, 615)),
 }
-GROUPED = {"how": "groups", "alpha": 100.0, "n_groups": 4, "groups": "labels"}
+GROUPED = {"partition": "groups", "alpha": 100.0, "n_groups": 4, "groups": "labels"}
 
 
 def time_to(curve: Iterable[tuple[float, float]], target: float) -> float | None:
@@ -495,11 +489,10 @@ def show(results: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = plain_parser(__doc__)
     parser.add_argument("--seeds", default="0,1,2", help="comma-separated (default 0,1,2)")
     parser.add_argument("--tables", default="8.1,8.2,8.3", help="which of them")
     parser.add_argument("--quick", action="store_true", help="one seed, six rounds: to see that it runs")
-    parser.add_argument("--json", type=Path, help="write all figures to this file")
     add_metrics(parser, "fedepc", "instead of the tables print what METRICS of table.py has, of `fedge compare`")
     parser.set_defaults(data=None, train_on=Processor.CPU)  # digits come with fedge, and are small
     arguments = parser.parse_args()
@@ -515,8 +508,7 @@ def main() -> None:
     if "8.3" in arguments.tables:
         results += asyncio.run(times(seeds, 6 if arguments.quick else 50))
     show(results)
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"seeds": seeds, "quick": arguments.quick, "results": results}, indent=1))
+    finish(arguments, {"seeds": seeds, "quick": arguments.quick, "results": results})
 
 
 if __name__ == "__main__":

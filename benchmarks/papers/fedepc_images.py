@@ -27,7 +27,6 @@ from table import chosen, claim, compared, parser_of, show, write
 
 from coordinator.simulation.compare import Comparison, MethodOutcome
 from coordinator.simulation.outcome import RunOutcome
-from coordinator.simulation.settings import Hardware
 
 METHODS = {
     "local": "local",
@@ -40,7 +39,7 @@ METHODS = {
 }
 COMMON = {
     "devices": 50, "participation": 0.2, "rounds": 40, "local_steps": 10, "batch_size": 32, "samples": 4000,
-    "hardware": Hardware.STEADY, "evaluate_every": 2,
+    "hardware": "steady", "evaluate_every": 2,
 }  # fmt: skip
 FULL = {"samples": None, "rounds": 100, "local_steps": 45, "model": "cnn_fedavg"}
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -25,13 +25,12 @@ from typing import Any
 from table import chosen, claim, compared, measured, parser_of, show_metrics, write
 
 from coordinator.simulation.compare import Comparison
-from coordinator.simulation.settings import Hardware
 
 PLAIN = ("local", "fedavg", "fedavg+ft", "ditto")
 PAPERS = ("fedepc", "scmoe-pfl", "cfic", "pm-moe", "fedcoe")
 METHODS = (*PLAIN, *PAPERS, "fedge")
 COMMON = {
-    "partition": "natural", "rounds": 30, "global_test": 0.1, "server_data": 0.5, "hardware": Hardware.STEADY,
+    "partition": "natural", "rounds": 30, "global_test": 0.1, "server_data": 0.5, "hardware": "steady",
     "evaluate_every": 3,
 }  # fmt: skip
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -54,7 +54,6 @@ from benchmarks.steps.ablated_mixture import FitAblatedMixture
 from coordinator.clustering import mctc
 from coordinator.methods.scmoe_pfl import Parameters, ScmoePfl, ScmoeState
 from coordinator.simulation.outcome import RunOutcome
-from coordinator.simulation.settings import Marks
 from fedge.steps.fit_mixture import FitMixture
 from fedge.task import TaskSpec
 from fedge.tensors import Floats
@@ -109,7 +108,7 @@ METHODS = {
 }
 ON_ALL_DATA = {"FedAvg, all data": "fedavg", "FedAvg + FT, all data": "fedavg+ft"}
 """Section 14: baselines whose uploads may learn from every training sample."""
-ALL_DATA = {"sensitive": 0.0, "marks": Marks.SAMPLES}
+ALL_DATA = {"sensitive": 0.0, "marks": "samples"}
 OURS = "**SCMoE default**"
 BUDGET = {"rounds": 15, "local_steps": 20, "sensitive": 0.3}
 DIGITS = BUDGET | {"set": "digits", "devices": 10}
@@ -122,7 +121,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "digits turned": DIGITS | TURNS,
     "MNIST 0.5": MNIST | {"alpha": 0.5},
     "MNIST 0.1": MNIST | {"alpha": 0.1},
-    "digits 0.5, classes": DIGITS | {"alpha": 0.5, "sensitive": 1 / 3, "marks": Marks.CLASSES},
+    "digits 0.5, classes": DIGITS | {"alpha": 0.5, "sensitive": 1 / 3, "marks": "classes"},
     "CIFAR-10 0.5": BUDGET | {"set": "cifar10", "devices": 12, "samples": 4000, "alpha": 0.5},
 }
 CIFAR_FULL = {

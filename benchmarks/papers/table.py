@@ -7,7 +7,6 @@ specification's (or the paper's), a dash where it has none. Under a table each o
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,12 +18,14 @@ from numpy.typing import NDArray
 
 from coordinator.simulation.compare import Comparison, MethodOutcome, Spread, compare
 from coordinator.simulation.outcome import RunOutcome
-from coordinator.simulation.settings import CompareSettings, Hardware
+from coordinator.simulation.settings import CompareSettings
 from fedge.messages import Codec
 from fedge.processor import Processor
 
 sys.path.append(str(Path(__file__).parents[1]))
 from default_method import source_of
+from script import finish, markdown, progress_of
+from script import parser_of as plain_parser
 
 Runs = dict[str, list[RunOutcome]]
 """By method: one run for each seed, the seeds as they were given."""
@@ -32,14 +33,14 @@ METRICS = (
     *("accuracy", "over devices", "worst tenth", "macro F1", "global", "late_joiners"),
     *("rounds", "MB", "seconds", "silhouette"),
 )
-BARE = {"hardware": Hardware.NONE, "evaluate_every": 1000, "global_test": 0.0}
-MEASURED = {"hardware": Hardware.STEADY, "evaluate_every": None, "global_test": 0.1}
+BARE = {"hardware": "none", "evaluate_every": 1000, "global_test": 0.0}
+MEASURED = {"hardware": "steady", "evaluate_every": None, "global_test": 0.1}
 """With a clock, a curve of ten points, and a global test set, for which the devices have a tenth less."""
 
 
 def parser_of(description: str | None, out: str) -> argparse.ArgumentParser:
     """The options that all of these scripts have."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = plain_parser(description)
     parser.add_argument("--data", type=Path, help="folder with the data sets (docs/results/fedge.md)")
     parser.add_argument("--seeds", default="0,1,2", help="with commas (default 0,1,2)")
     parser.add_argument("--quick", action="store_true", help="one seed, three rounds, four devices: does it run?")
@@ -51,7 +52,6 @@ def parser_of(description: str | None, out: str) -> argparse.ArgumentParser:
         default=Processor.CPU.value,
         help="what trains networks: cpu (default), or the GPU that torch sees first",
     )
-    parser.add_argument("--json", type=Path, help="write figures and claims to this file")
     return parser
 
 
@@ -96,11 +96,7 @@ def compared(
         strict=False,
     )
 
-    def watch(done: int, of: int, last: RunOutcome) -> None:
-        line = f"{label}: {done}/{of}, {last.method} {last.accuracy:.3f} in {last.wall_s:.0f} s"
-        print(line, file=sys.stderr, flush=True)
-
-    found = compare(settings, arguments.out, watch)
+    found = compare(settings, arguments.out, progress_of(label))
     if arguments.metrics:
         show_metrics(label, found)
     return found
@@ -155,10 +151,13 @@ def over_seeds(runs: Sequence[RunOutcome], figure: Callable[[RunOutcome], float]
 
 def show(title: str, columns: Sequence[str], rows: Mapping[str, Sequence[str]]) -> None:
     """A table in Markdown."""
-    print(f"\n{title}\n\n| | {' | '.join(columns)} |\n|---|{'---|' * len(columns)}")
-    for name, cells in rows.items():
-        print(f"| {name} | {' | '.join(cells)} |")
-    print(flush=True)
+    print(
+        f"\n{title}\n",
+        markdown(["", *columns], [[name, *cells] for name, cells in rows.items()]),
+        "",
+        sep="\n",
+        flush=True,
+    )
 
 
 def claim(text: str, held: bool, seen: str) -> dict[str, Any]:
@@ -171,7 +170,6 @@ def write(arguments: argparse.Namespace, figures: list[dict[str, Any]], claims: 
     """The end: the JSON file, if one was asked for."""
     if arguments.quick:
         print("quick: one seed, three rounds, four devices; neither figures nor claims mean anything")
-    if arguments.json:
-        seeds = "0" if arguments.quick else arguments.seeds
-        document = {"seeds": seeds, "quick": arguments.quick, "figures": figures, "claims": claims}
-        arguments.json.write_text(json.dumps(document, indent=1), encoding="utf-8")
+    seeds = "0" if arguments.quick else arguments.seeds
+    document = {"seeds": seeds, "quick": arguments.quick, "figures": figures, "claims": claims}
+    finish(arguments, document)

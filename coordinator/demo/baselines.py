@@ -19,12 +19,12 @@ from coordinator.methods.local import learn_alone
 from coordinator.simulation.rounds import run
 from edge_agent.worker import Worker
 from fedge import bundle
+from fedge.messages import Role
 from fedge.models import initial
 from fedge.models.training import Network
-from fedge.steps.install import Installed
 from fedge.task import TaskSpec
 from fedge.tasks import DeviceData
-from fedge.tensors import Layout, Model, flatten, from_bytes, unflatten
+from fedge.tensors import HEAD, Layout, Model, Tensors, flatten, from_bytes, unflatten
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,20 +66,33 @@ async def learn(
     local = await learn_alone(alone, alone.put(unflatten(first, layout)), settings.sgd, steps)
     return Baselines(
         fedavg=shared.get(state.model, layout),
-        local_only=models_of(local, home / "local", layout),
-        fedavg_finetuned=models_of(state.installed, home / "fedavg", layout),
+        local_only={i: best_expert(home / "local" / i / "bundles" / "1", layout) for i in local},
+        fedavg_finetuned={i: best_expert(home / "fedavg" / i / "bundles" / "1", layout) for i in state.installed},
         history=state.history,
     )
 
 
-def models_of(installed: Mapping[str, Installed], home: Path, layout: Layout) -> dict[str, Model]:
-    """The model in each device's bundle, which has only one."""
-    found = {}
-    for device_id in installed:
-        folder = home / device_id / "bundles" / "1"
-        (candidate,) = bundle.decode((folder / bundle.MANIFEST).read_bytes()).candidates
-        found[device_id] = flatten(from_bytes((folder / candidate.part.file_name).read_bytes()), layout)
-    return found
+def best_expert(folder: Path, layout: Layout) -> Model:
+    """The expert that the device chose by validation; without experts, the global model, or the only one.
+
+    With a pool of private modules (PM-MoE), the device's own module on the shared part.
+    """
+    manifest, _ = bundle.look(folder)
+
+    def tensors(part: bundle.Part) -> Tensors:
+        return from_bytes((folder / part.file_name).read_bytes())
+
+    if isinstance(manifest.pool, bundle.PoolInfo):
+        own = tensors(manifest.candidates[manifest.pool.own].part)
+        if manifest.pool.trunk is None:
+            return flatten(own, layout)
+        trunk = tensors(manifest.pool.trunk)
+        head = (tensor.name for tensor in layout.select(HEAD).tensors)
+        added = {name: np.add(trunk[name], own[short]) for name, short in zip(head, ("weight", "bias"), strict=True)}
+        return flatten(trunk | added, layout)
+    candidates = {candidate.role: candidate for candidate in manifest.candidates}
+    chosen = next(candidates[role] for role in (Role.EXPERT, Role.GLOBAL, *Role) if role in candidates)
+    return flatten(tensors(chosen.part), layout)
 
 
 def accuracy(network: Network, model: Model, x: NDArray[np.float32], y: NDArray[np.int64]) -> float:

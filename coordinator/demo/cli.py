@@ -16,10 +16,10 @@ from coordinator.demo.outcome import METHODS, Outcome, megabytes
 from coordinator.demo.progress import Watch
 from coordinator.demo.run import run
 from coordinator.options import check, method_and_options, method_options, resolve_options
-from coordinator.simulation.folder import new_folder
-from coordinator.simulation.settings import DemoSettings, check_partitioning
+from coordinator.simulation.settings import DemoSettings
 from fedge.config import resolve, settings_options
 from fedge.files import require_writable
+from fedge.tasks.partition import check_partitioning
 
 
 @click.command()
@@ -56,7 +56,7 @@ def demo(config: Path | None, options: tuple[str, ...], json_file: Path | None, 
         require_writable(json_file)
     from coordinator.simulation.report import of_demo, write_results  # what they need is missed at once
 
-    folder = new_folder(settings.out, "demo").absolute()
+    folder = runs.new_folder(settings.out, "demo").absolute()
     settings = msgspec.structs.replace(settings, out=folder, method=name)
     runs.note(folder, "demo", settings, own)
     console = Console(stderr=True)

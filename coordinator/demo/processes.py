@@ -9,7 +9,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Self
 
 from fedge.child import command, environment
@@ -72,9 +71,7 @@ class Children:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop(self._children)
 
     def start(self, name: str, arguments: Sequence[str]) -> Child:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console
@@ -73,9 +72,7 @@ class Watch:
         self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
     def phase(self, description: str, total: int | None = None) -> None:

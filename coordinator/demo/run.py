@@ -22,18 +22,16 @@ from coordinator.demo.processes import Child, Children, ProcessError, tail
 from coordinator.demo.progress import Rounds, Watch
 from coordinator.methods import Option, RoundSummary, method_class
 from coordinator.service import NO_OPTIONS
-from coordinator.simulation.samples import samples_of, shares_of
-from coordinator.simulation.settings import DemoSettings
-from fedge import bundle
+from coordinator.simulation.settings import DemoSettings, Setup
 from fedge.broker import LocalBroker
+from fedge.bundle import look
 from fedge.egress import FILE as EGRESS
 from fedge.errors import ConfigError, TransportError
 from fedge.files import write_atomically
-from fedge.messages import Role
 from fedge.preprocess import apply
 from fedge.task import TaskSpec
-from fedge.tasks import Share, share_data, write_share, write_task
-from fedge.tensors import HEAD, Layout, Model, Tensors, flatten, from_bytes
+from fedge.tasks import Partitioning, Share, partition, share_data, write_share, write_task
+from fedge.tasks.partition import samples_of
 from fedge.transport import parse_address
 
 POLL_S: Final = 0.2
@@ -72,15 +70,16 @@ async def run(
     watch.phase("partitioning the samples")
     cameras = deal(settings, reserves=reserves(settings.method, options))
     with Children(settings.folder / "logs") as children:
-        federation, identities = f"demo-{secrets.token_hex(4)}", Identities(settings, children)
-        await identities.found(federation, cameras.shares)
-        async with broker_of(settings, identities.broker) as (address, broker_name):
+        federation = f"demo-{secrets.token_hex(4)}"
+        if settings.secure:
+            await enrol(settings, federation, cameras.shares, children)
+        async with broker_of(settings) as (address, broker_name):
             common = ["--broker", address, "--federation", federation]
-            summary = await federate(settings, cameras, common, identities, children, watch, options)
+            summary = await federate(settings, cameras, common, children, watch, options)
         bundles = installed_bundles(settings, cameras, summary)
-        simple = await compare(settings, cameras, summary, bundles, watch)
+        simple, fedavg_curve = await compare(settings, cameras, summary, bundles, watch)
         personalised = await infer(settings, cameras, bundles, children, watch)
-    accuracy = {i: simple.accuracy[i] | {"personalised": personalised[i]} for i in cameras.shares}
+    accuracy = {i: simple[i] | {"personalised": personalised[i]} for i in cameras.shares}
     devices = tuple(
         DeviceOutcome(
             id=i,
@@ -89,7 +88,7 @@ async def run(
             experts=tuple(int(k) for k, members in summary["clusters"].items() if i in members),
             accuracy=accuracy[i],
             bundle=str(bundles[i]),
-            max_abs_diff_torch_onnx=manifest_of(bundles[i]).max_abs_diff,
+            max_abs_diff_torch_onnx=look(bundles[i])[0].max_abs_diff,
         )
         for i, share in cameras.shares.items()
     )
@@ -109,7 +108,18 @@ async def run(
         accuracy=mean_accuracy(devices),
         devices=devices,
     )
-    return outcome, background_of(settings, cameras, summary, simple.curve)
+    trial = summary.get("trial")
+    background = Background(
+        method=settings.method,
+        accuracy_by_round={
+            "personalised": curve_of(msgspec.convert(summary["history"], tuple[RoundSummary, ...])),
+            "fedavg": fedavg_curve,
+        },
+        ids=tuple(trial["ids"]) if trial else (),
+        places=np.array(trial["places"]) if trial else None,
+        groups={device_id: share.group for device_id, share in cameras.shares.items()},
+    )
+    return outcome, background
 
 
 # ------------------------------------------------------------------------------------------------------- the data
@@ -133,7 +143,7 @@ def deal(settings: DemoSettings, *, reserves: bool = False) -> Cameras:
     server_data = settings.folder / "server_data.npz" if reserves else None
     if server_data is not None:
         np.savez(server_data, x=kept.x, y=kept.y)
-    shares = shares_of(settings, samples, settings.devices, settings.seed)
+    shares = partition(samples, settings.devices, settings, seed=settings.seed)
     width = len(str(settings.devices - 1))
     cameras = Cameras(samples.spec, {f"camera-{i:0{width}}": share for i, share in enumerate(shares)}, server_data)
     write_task(cameras.task, settings.folder / "task.json")
@@ -148,7 +158,7 @@ def deal(settings: DemoSettings, *, reserves: bool = False) -> Cameras:
 
 
 @contextlib.asynccontextmanager
-async def broker_of(settings: DemoSettings, identity: Path | None = None) -> AsyncIterator[tuple[str, str]]:
+async def broker_of(settings: DemoSettings) -> AsyncIterator[tuple[str, str]]:
     """Address and name of the broker: our own, or the user's.
 
     Raises:
@@ -156,54 +166,36 @@ async def broker_of(settings: DemoSettings, identity: Path | None = None) -> Asy
         TransportError: it does not start, or cannot be reached.
     """
     if ":" in settings.broker:
-        if identity is not None:
+        if settings.secure:
             raise ConfigError(f"--secure starts a broker of its own: it cannot use {settings.broker}")
         await reach(*parse_address(settings.broker))
         yield settings.broker, settings.broker
     else:
-        async with LocalBroker(settings.broker, home=settings.folder / "broker", identity=identity) as broker:
+        own = settings.folder / "provision" / "broker" if settings.secure else None
+        async with LocalBroker(settings.broker, home=settings.folder / "broker", identity=own) as broker:
             yield f"{broker.host}:{broker.port}", broker.name
 
 
-class Identities:
-    """Certificates of the federation, made by the commands; none unless the demo is secure."""
+async def enrol(settings: DemoSettings, federation: str, devices: Collection[str], children: Children) -> None:
+    """Found the federation, and give its devices their certificates, all by the commands.
 
-    def __init__(self, settings: DemoSettings, children: Children) -> None:
-        self._folder = (settings.folder / "provision").absolute() if settings.secure else None
-        self._settings = settings
-        self._children = children
+    Raises:
+        ProcessError: a command failed.
+    """
+    folder = ("--folder", str(settings.folder / "provision"))
+    await ended(children, "provision-init", ("provision", "init", federation, "localhost", *folder))
+    kits = settings.folder / "kits"
+    kits.mkdir()
+    await ended(children, "provision-device", ("provision", "device", *devices, "--to", str(kits), *folder))
+    for i in devices:
+        words = ("enrol", str(kits / f"{i}.kit"), "--folder", str(settings.folder / i))
+        await ended(children, f"{i}-enrol", words)
+    shutil.rmtree(kits)  # a kit lets its reader impersonate the device
 
-    async def found(self, federation: str, devices: Collection[str]) -> None:
-        """Found the federation, and enrol its devices.
 
-        Raises:
-            ProcessError: a command failed.
-        """
-        if self._folder is None:
-            return
-        folder = ("--folder", str(self._folder))
-        await ended(self._children, "provision-init", ("provision", "init", federation, "localhost", *folder))
-        kits = self._settings.folder / "kits"
-        kits.mkdir()
-        device = ("provision", "device", *devices, "--to", str(kits), *folder)
-        await ended(self._children, "provision-device", device)
-        for i in devices:
-            enrol = ("enrol", str(kits / f"{i}.kit"), "--folder", str(self._settings.folder / i))
-            await ended(self._children, f"{i}-enrol", enrol)
-        shutil.rmtree(kits)  # a kit lets its reader impersonate the device
-
-    @property
-    def broker(self) -> Path | None:
-        """The broker's identity."""
-        return None if self._folder is None else self._folder / "broker"
-
-    def coordinator(self) -> list[str]:
-        """The coordinator's flags."""
-        return [] if self._folder is None else ["--identity", str(self._folder / "coordinator")]
-
-    def agent(self, device_id: str) -> list[str]:
-        """A device's flags."""
-        return [] if self._folder is None else ["--identity", str(self._settings.folder / device_id / "identity")]
+def identity(settings: DemoSettings, *place: str) -> list[str]:
+    """The flags of a machine whose identity is there; none unless the demo is secure."""
+    return ["--identity", str(settings.folder.joinpath(*place))] if settings.secure else []
 
 
 async def ended(children: Children, name: str, arguments: Sequence[str]) -> Child:
@@ -238,7 +230,6 @@ async def federate(
     settings: DemoSettings,
     cameras: Cameras,
     common: Sequence[str],
-    identities: Identities,
     children: Children,
     watch: Watch,
     options: Mapping[str, Option],
@@ -252,7 +243,7 @@ async def federate(
         [
             "coordinator",
             *common,
-            *identities.coordinator(),
+            *identity(settings, "provision", "coordinator"),
             "--home",
             str(home),
             "--json",
@@ -260,7 +251,7 @@ async def federate(
         ],
     )
     agents = [
-        children.start(i, ["agent", *common, *identities.agent(i), "--id", i, *_agent_flags(settings, i)])
+        children.start(i, ["agent", *common, *identity(settings, i, "identity"), "--id", i, *_agent_flags(settings, i)])
         for i in cameras.shares
     ]
     await follow(coordinator, agents, Rounds(settings.rounds, settings.devices), watch)
@@ -270,20 +261,13 @@ async def federate(
 
 
 def _coordinator_flags(settings: DemoSettings, cameras: Cameras, options: Mapping[str, Option]) -> list[str]:
-    names = (
-        *("method", "rounds", "devices", "participation", "min_reports", "seed", "codec", "down"),
-        *("local_steps", "local_epochs", "batch_size", "learning_rate", "momentum", "weight_decay"),
-        *("average", "hostile", "min_cohort"),
-        *("dp_epsilon", "dp_noise", "dp_delta", "dp_clip"),
-    )
-    given = {name: getattr(settings, name) for name in names} | {
-        "deadline_s": DEADLINE_S,
-        "server_data": cameras.server_data,
-    }
-    flags = {name.replace("_", "-"): value for name, value in given.items() if value is not None}
-    own = [text for name, value in options.items() for text in ("--option", f"{name}={value}")]
-    masking = ["--masking"] if settings.masking else []
-    return [*(text for name, value in flags.items() for text in (f"--{name}", str(value))), *masking, *own]
+    shared = [name for name in Setup.__struct_fields__ if name not in Partitioning.__struct_fields__]
+    given = {name: getattr(settings, name) for name in ("method", "devices", "seed", *shared)}
+    flags = []
+    for name, value in (given | {"deadline_s": DEADLINE_S, "server_data": cameras.server_data}).items():
+        if value is not None and value is not False:
+            flags += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    return [*flags, *(text for name, value in options.items() for text in ("--option", f"{name}={value}"))]
 
 
 def _agent_flags(settings: DemoSettings, device_id: str) -> list[str]:
@@ -331,26 +315,17 @@ def installed_bundles(settings: DemoSettings, cameras: Cameras, summary: Mapping
     return bundles
 
 
-def manifest_of(folder: Path) -> bundle.Manifest:
-    """The manifest of a bundle."""
-    return bundle.decode((folder / bundle.MANIFEST).read_bytes())
-
-
 # ------------------------------------------------------------------------------------------------ the comparison
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """Test accuracies by device and name, except the personalised one; FedAvg's validation accuracy by round."""
-
-    accuracy: dict[str, dict[str, float]]
-    curve: list[tuple[int, float]]
 
 
 async def compare(
     settings: DemoSettings, cameras: Cameras, summary: Mapping[str, Any], bundles: Mapping[str, Path], watch: Watch
-) -> Comparison:
-    """Train the baselines and measure them, and each device's best shared model, on its test samples."""
+) -> tuple[dict[str, dict[str, float]], list[tuple[int, float]]]:
+    """Train the baselines and measure them, and each device's best shared model, on its test samples.
+
+    Returns:
+        Accuracies by device and name; FedAvg's validation accuracy by round.
+    """
     watch.phase("baselines with the same budget")
     import torch
 
@@ -363,7 +338,7 @@ async def compare(
     simple = await baselines.learn(
         cameras.task,
         {i: share_data(cameras.task, share) for i, share in cameras.shares.items()},
-        settings.for_method(share_spent),
+        msgspec.structs.replace(settings, participation=share_spent).for_method(settings.seed, {}),
         participations,
         settings.folder / "baselines",
     )
@@ -374,13 +349,13 @@ async def compare(
             "local_only": simple.local_only[device_id],
             "fedavg": simple.fedavg,
             "fedavg_finetuned": simple.fedavg_finetuned[device_id],
-            "best_expert": best_expert(bundles[device_id], network.layout),
+            "best_expert": baselines.best_expert(bundles[device_id], network.layout),
         }
         x = apply(cameras.task, share.x_test)
         accuracy[device_id] = {
             name: baselines.accuracy(network, model, x, share.y_test) for name, model in models.items()
         }
-    return Comparison(accuracy, curve_of(simple.history))
+    return accuracy, curve_of(simple.history)
 
 
 def spent(settings: DemoSettings, cameras: Cameras, summary: Mapping[str, Any]) -> dict[str, int]:
@@ -388,29 +363,6 @@ def spent(settings: DemoSettings, cameras: Cameras, summary: Mapping[str, Any]) 
     if summary["selection"]:
         return dict(summary["selection"])
     return dict.fromkeys(cameras.shares, max(1, round(settings.rounds * settings.participation)))
-
-
-def best_expert(folder: Path, layout: Layout) -> Model:
-    """The expert that the device chose by validation; without experts, the global model.
-
-    With a pool of private modules (PM-MoE), the device's own module on the shared part.
-    """
-    manifest = manifest_of(folder)
-
-    def tensors(part: bundle.Part) -> Tensors:
-        return from_bytes((folder / part.file_name).read_bytes())
-
-    if isinstance(manifest.pool, bundle.PoolInfo):
-        own = tensors(manifest.candidates[manifest.pool.own].part)
-        if manifest.pool.trunk is None:
-            return flatten(own, layout)
-        trunk = tensors(manifest.pool.trunk)
-        head = (tensor.name for tensor in layout.select(HEAD).tensors)
-        added = {name: np.add(trunk[name], own[short]) for name, short in zip(head, ("weight", "bias"), strict=True)}
-        return flatten(trunk | added, layout)
-    candidates = {candidate.role: candidate for candidate in manifest.candidates}
-    chosen = next(candidates[role] for role in (Role.EXPERT, Role.GLOBAL, *Role) if role in candidates)
-    return flatten(tensors(chosen.part), layout)
 
 
 async def infer(
@@ -435,23 +387,6 @@ async def infer(
 
     await asyncio.gather(*(one(device_id) for device_id in bundles))
     return accuracy
-
-
-def background_of(
-    settings: DemoSettings, cameras: Cameras, summary: Mapping[str, Any], fedavg: list[tuple[int, float]]
-) -> Background:
-    """Data that only the report shows."""
-    trial = summary.get("trial")
-    return Background(
-        method=settings.method,
-        accuracy_by_round={
-            "personalised": curve_of(msgspec.convert(summary["history"], tuple[RoundSummary, ...])),
-            "fedavg": fedavg,
-        },
-        ids=tuple(trial["ids"]) if trial else (),
-        places=np.array(trial["places"]) if trial else None,
-        groups={device_id: share.group for device_id, share in cameras.shares.items()},
-    )
 
 
 def curve_of(history: Iterable[RoundSummary]) -> list[tuple[int, float]]:

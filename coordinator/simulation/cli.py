@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+from functools import partial
 from pathlib import Path
 
 import click
@@ -10,11 +10,11 @@ from rich.console import Console
 from rich.table import Table
 
 from coordinator.options import method_and_options, method_options, resolve_options
-from coordinator.simulation.folder import named_by_time
-from coordinator.simulation.outcome import RunOutcome
-from coordinator.simulation.settings import CompareSettings, SimulationSettings, check_partitioning
+from coordinator.runs import named_by_time
+from coordinator.simulation.settings import CompareSettings, SimulationSettings
 from fedge.config import resolve, settings_options
 from fedge.files import require_writable
+from fedge.tasks.partition import check_partitioning
 
 
 @click.command()
@@ -46,7 +46,6 @@ def simulate(config: Path | None, options: tuple[str, ...], json_file: Path | No
     own = resolve_options(config, options) | own
     if json_file is not None:
         require_writable(json_file)
-    one_thread()
     from coordinator.simulation.interface import simulated
     from coordinator.simulation.report import FILES, lines_of
 
@@ -83,23 +82,10 @@ def compare(config: Path | None, json_file: Path | None, **flags: object) -> Non
     check_partitioning(settings)
     if json_file is not None:
         require_writable(json_file)
-    one_thread()
-    from coordinator.simulation.compare import told
     from coordinator.simulation.interface import compared
     from coordinator.simulation.report import FILES, legend_of, table_of
 
-    def watch(done: int, wanted: int, outcome: RunOutcome) -> None:
-        click.echo(told(done, wanted, outcome), err=True)
-
     out = settings.out or named_by_time("compare")
-    comparison = compared(settings, out, watch, json_file)
+    comparison = compared(settings, out, partial(click.echo, err=True), json_file)
     Console().print(table_of(comparison), legend_of(comparison), sep="\n", highlight=False, soft_wrap=True)
     click.echo(f"in {out}: {', '.join(FILES)}")
-
-
-def one_thread() -> None:
-    """Several threads on small networks mostly wait for each other. Before numpy and torch are imported."""
-    os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
-    import torch
-
-    torch.set_num_threads(1)

@@ -27,7 +27,7 @@ from coordinator.options import check, method_and_options
 from coordinator.simulation.federation import deal
 from coordinator.simulation.outcome import Cost, RunOutcome, cost_of, data_frame
 from coordinator.simulation.run import LOOK_S, require_wanted, simulate
-from coordinator.simulation.settings import CompareSettings, Engine, Scenario
+from coordinator.simulation.settings import CompareSettings, Scenario
 from fedge.errors import ConfigError, FedgeError, StoreError
 from fedge.files import make_folder, write_atomically
 from fedge.loading import is_held
@@ -40,8 +40,8 @@ FIGURES = ("std", "worst_decile", "macro_f1", "bytes_up", "bytes_down", "seconds
 SHARE_OF_THE_BEST = 0.95
 """The default target, as a share of the best method's accuracy."""
 
-Watch = Callable[[int, int, RunOutcome], None]
-"""Called after every run with the number done, the number wanted, and the outcome."""
+Watch = Callable[[str], None]
+"""Called with a line about each run that is done."""
 
 
 class Spread(Struct, frozen=True, kw_only=True):
@@ -115,9 +115,9 @@ class Comparison(Struct, frozen=True, kw_only=True):
         return draw_by_round(self.runs, axes)
 
     def _repr_html_(self) -> str:
-        from coordinator.simulation.report import comparison_in_a_notebook
+        from coordinator.simulation.report import headings, in_a_notebook, lead, row, table
 
-        return comparison_in_a_notebook(self)
+        return in_a_notebook(lead(self), table(headings(self), map(row, self.methods)), self.runs)
 
 
 class _Run(Struct, frozen=True, kw_only=True):
@@ -155,25 +155,24 @@ def compare(settings: CompareSettings, out: Path, watch: Watch) -> Comparison:
     wanted = [_Run(scenario=scenario, method=method, seed=seed) for seed in seeds for method in methods]
     ours = is_held(scenario.task) or is_held(scenario.model)  # no other process has them, now or later
     found = {} if ours else {run: outcome for run in wanted if (outcome := _read(_file(out, run))) is not None}
-    for number, (_, outcome) in enumerate(found.items(), 1):
-        watch(number, len(wanted), outcome)
+    for number, outcome in enumerate(found.values(), 1):
+        watch(_told(number, len(wanted), outcome))
     missing = [run for run in wanted if run not in found]
     if missing:
-        if settings.engine is Engine.LOCAL:
+        if settings.engine == "local":
             torch_device(scenario.train_on)
         begin(scenario, {run.method for run in missing}, seeds[0])
     make_folder(out / "runs")  # else the failure would show only after the first run
     jobs = settings.jobs or (os.cpu_count() or 1 if scenario.train_on is Processor.CPU else 1)  # memory of the GPU
-    on_ray = settings.engine is Engine.RAY
+    on_ray = settings.engine == "ray"
     for run, outcome in _on_ray(missing, settings) if on_ray else _done(missing, 1 if ours else jobs):
         write_atomically(_file(out, run), msgspec.json.format(msgspec.json.encode(outcome)))
         found[run] = outcome
-        watch(len(found), len(wanted), outcome)
+        watch(_told(len(found), len(wanted), outcome))
     return together(scenario, [found[run] for run in wanted], methods, seeds, baseline, settings.target)
 
 
-def told(done: int, wanted: int, outcome: RunOutcome) -> str:
-    """One line of progress for a run."""
+def _told(done: int, wanted: int, outcome: RunOutcome) -> str:
     return (
         f"{done}/{wanted}  {outcome.method}  seed {outcome.seed}  accuracy {100 * outcome.accuracy:.1f} %  "
         f"{outcome.wall_s:.1f} s"
@@ -231,17 +230,6 @@ def _file(out: Path, run: _Run) -> Path:
     return out / "runs" / f"{run.name}.json"
 
 
-class _Reported(Struct):
-    """The settings recorded in a comparison's report."""
-
-    class _Name(Struct):
-        method: str
-
-    scenario: Scenario
-    seeds: tuple[int, ...]
-    methods: tuple[_Name, ...]
-
-
 def _spare_another_report(out: Path, scenario: Scenario, methods: Sequence[str], seeds: Sequence[int]) -> None:
     """Allow resuming a comparison or adding methods and seeds; refuse to overwrite any other report.
 
@@ -252,7 +240,7 @@ def _spare_another_report(out: Path, scenario: Scenario, methods: Sequence[str],
     if not file.exists():
         return
     try:
-        found = msgspec.json.decode(file.read_bytes(), type=_Reported, dec_hook=lambda kind, text: kind(text))
+        found = msgspec.json.decode(file.read_bytes(), type=Comparison, dec_hook=lambda kind, text: kind(text))
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(f"{file} is not of a comparison, and would be lost: choose another --out") from error
     changed = [n for n in Scenario.__struct_fields__ if getattr(found.scenario, n) != getattr(scenario, n)]

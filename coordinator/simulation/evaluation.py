@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +17,7 @@ import numpy as np
 import deploy
 from coordinator.methods import Method, State
 from coordinator.simulation.federation import Federation, Samples
-from coordinator.simulation.outcome import Score, score
+from coordinator.simulation.outcome import DeviceOutcome, Score, score
 from edge_agent.worker import Worker
 from fedge import preprocess
 from fedge.messages import Role
@@ -33,22 +32,10 @@ if TYPE_CHECKING:
     from coordinator.fleet.simulated import SimulatedFleet
 
 
-@dataclass(frozen=True, slots=True)
-class Final:
-    """The end of a device's run: its score, its bundle's name under bundles/, its private model's mean weight.
-
-    `max_abs_diff`: of the bundle's probabilities, torch against ONNX Runtime.
-    """
-
-    score: Score
-    release: str | None = None
-    private_weight: float | None = None
-    max_abs_diff: float = 0.0
-
-
 class Evaluation:
     """Test samples of devices and the network for evaluation. `seconds`: time spent on it so far.
 
+    `max_abs_diff`: the largest difference of a probability between torch and ONNX Runtime, once the end was evaluated.
     `ids`: the measured devices. `on_validation`: use their validation samples in place of test samples; devices without
     any are left out.
     """
@@ -62,7 +49,7 @@ class Evaluation:
         *,
         on_validation: bool = False,
     ) -> None:
-        self.seconds = 0.0
+        self.seconds = self.max_abs_diff = 0.0
         self._federation = federation
         self._workers = {i: workers[i] for i in ids if not on_validation or len(workers[i].data.y_val)}
         self._network = Network(federation.task, processor)
@@ -94,34 +81,40 @@ class Evaluation:
             if predict := getattr(method, "predict", None):
                 x, y = samples
                 return score(predict(state, fleet, x).argmax(axis=1), y).accuracy
-            digests = [method.serves(state, i).digest for i in self._workers]
-            served = {method.serves(state, i).digest: method.serves(state, i) for i in self._workers}
-            layout = self._federation.layout
-            reached = {d: self._score(fleet.get(ref, layout), samples).accuracy for d, ref in served.items()}
-            return float(np.mean([reached[digest] for digest in digests]))
+            served, layout = [method.serves(state, i) for i in self._workers], self._federation.layout
+            each = {ref.digest: ref for ref in served}
+            reached = {d: self._score(fleet.get(ref, layout), samples).accuracy for d, ref in each.items()}
+            return float(np.mean([reached[ref.digest] for ref in served]))
 
-    def finally_(self, method: Method[Any], state: State, fleet: SimulatedFleet) -> dict[str, Final]:
+    def finally_(self, method: Method[Any], state: State, fleet: SimulatedFleet) -> dict[str, DeviceOutcome]:
         """Per device its installed bundle in ONNX Runtime or, without one, the model it would use."""
-        found: dict[str, Final] = {}
-        without = []
+        scores: dict[str, Score] = {}
+        private: dict[str, float] = {}
         with self._timed():
-            for i, share in self._shares.items():
-                installed = state.installed.get(i)
-                folder = self._workers[i].home / "bundles" / str(installed.release) if installed else None
-                if folder is None:
-                    without.append(i)
-                    continue
-                runtime = deploy.load(folder)
-                said = runtime.predict(share.x_test)
-                private = [candidate.role is Role.PRIVATE for candidate in runtime.manifest.candidates]
-                weight = float(said.weights[:, private].mean()) if any(private) else None
-                found[i] = Final(
-                    score(said.class_index, share.y_test), folder.name, weight, runtime.manifest.max_abs_diff
-                )
-        if without:
-            served = self.now(method, state, fleet)
-            found |= {i: Final(served[i]) for i in without}
-        return dict(sorted(found.items()))
+            for i in self._shares.keys() & state.installed.keys():
+                runtime = deploy.load(self._workers[i].home / "bundles" / str(state.installed[i].release))
+                said = runtime.predict(self._shares[i].x_test)
+                scores[i] = score(said.class_index, self._shares[i].y_test)
+                own = [candidate.role is Role.PRIVATE for candidate in runtime.manifest.candidates]
+                if any(own):
+                    private[i] = float(said.weights[:, own].mean())
+                self.max_abs_diff = max(self.max_abs_diff, runtime.manifest.max_abs_diff)
+        if len(scores) < len(self._shares):
+            scores = self.now(method, state, fleet) | scores
+        return {
+            i: DeviceOutcome(
+                id=i,
+                group=self._shares[i].group,
+                n_train=len(self._shares[i].y_train),
+                score=scores[i],
+                trained=state.participations.get(i, 0),
+                bundle=i in state.installed,
+                release=str(state.installed[i].release) if i in state.installed else None,
+                late_joiner=i in self._federation.late_joiners,
+                private_weight=private.get(i),
+            )
+            for i in sorted(scores)
+        }
 
     def _served(self, method: Method[Any], state: State, fleet: SimulatedFleet) -> dict[str, tuple[Worker, Model]]:
         """The served models, each decoded once for all its devices."""

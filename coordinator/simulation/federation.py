@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from coordinator.fleet import devices
 from coordinator.fleet.simulated import Execute, SimulatedFleet
-from coordinator.simulation.samples import generated, samples_of, shares_of
-from coordinator.simulation.settings import Hardware, Marks, Partition, Scenario
+from coordinator.simulation.settings import Hardware, Scenario
 from edge_agent import batched
 from edge_agent.device import repeatable
 from edge_agent.worker import Worker
@@ -25,8 +24,9 @@ from fedge.messages import BlobRef
 from fedge.models import initial
 from fedge.models.training import torch_device
 from fedge.task import TaskSpec
-from fedge.tasks import DeviceData, Pool, Share, set_apart, share_data
-from fedge.tasks.generated import device_names
+from fedge.tasks import DeviceData, Pool, Share, partition, set_apart, share_data
+from fedge.tasks.generated import Generated, device_names
+from fedge.tasks.partition import samples_of
 from fedge.tasks.partitioners import Milder
 from fedge.tensors import Layout, Model, unflatten
 
@@ -109,9 +109,9 @@ def deal(scenario: Scenario, seed: int) -> Federation:
     milder = Milder()
     names = device_names(n_devices)
     shares: Mapping[str, Share] = (
-        generated(scenario, rest, n_devices, seed)
-        if scenario.partition is Partition.GENERATED
-        else dict(zip(names, shares_of(scenario, rest, n_devices, seed, milder), strict=True))
+        Generated(rest, n_devices, scenario, seed=seed)
+        if scenario.partition == "generated"
+        else dict(zip(names, partition(rest, n_devices, scenario, seed=seed, milder=milder), strict=True))
     )
     layout, first = initial(rest.spec, seed)
     if scenario.late_joiners >= n_devices:
@@ -150,7 +150,7 @@ def gather(
             source=repeatable,
         )
 
-    few = scenario.partition is not Partition.GENERATED
+    few = scenario.partition != "generated"
     workers = {i: worker(i) for i in data} if few else Workers(data, worker)
     measured, end = set(federation.measured(scenario.measured, seed)), scenario.rounds + 1
     fleet = SimulatedFleet(
@@ -162,7 +162,7 @@ def gather(
         deadline_s=scenario.deadline_s,
         arrives=dict.fromkeys(federation.late_joiners, end),
         leaves=dict.fromkeys((i for i in data if i not in measured), end),
-        alike=not few and scenario.marks is Marks.SAMPLES,
+        alike=not few and scenario.marks == "samples",
         execute=execute,
     )
     return fleet, fleet.put(unflatten(federation.first, federation.layout)), workers
@@ -170,16 +170,16 @@ def gather(
 
 def machines(hardware: Hardware, ids: Iterable[str], seed: int) -> dict[str, devices.Hardware] | None:
     """Hardware of each device; None: they take no time. "steady": as "mixed", but always present and answering."""
-    if hardware is Hardware.NONE:
+    if hardware == "none":
         return None
     found = devices.mixed(ids, seed=seed)
-    if hardware is Hardware.MIXED:
+    if hardware == "mixed":
         return found
     return {i: dataclasses.replace(own, stays=1.0, drops=0.0) for i, own in found.items()}
 
 
 def _natural(scenario: Scenario, rest: Pool) -> int:
-    if scenario.partition is not Partition.NATURAL or rest.user is None:
+    if scenario.partition != "natural" or rest.user is None:
         return DEVICES
     return int(rest.user.max()) + 1
 

@@ -25,21 +25,21 @@ from coordinator.options import check, method_and_options
 from coordinator.simulation import compare as comparing
 from coordinator.simulation import run as running
 from coordinator.simulation.compare import Comparison, scenario_of
-from coordinator.simulation.folder import new_folder
 from coordinator.simulation.outcome import Cost, RunOutcome, cost_of
-from coordinator.simulation.report import of_comparison, of_run, run_in_a_notebook, write_results
+from coordinator.simulation.report import in_a_notebook, lines_of, of_comparison, of_run, run_lead, table, write_results
 from coordinator.simulation.settings import (
     CompareSettings,
     Scenario,
     SimulationSettings,
     TuneSettings,
-    check_partitioning,
 )
 from coordinator.tracking import tracking
+from edge_agent import batched
 from fedge.config import describe, given
 from fedge.loading import hold, load_role
 from fedge.tasks import Task
 from fedge.tasks.own import name_of
+from fedge.tasks.partition import check_partitioning
 
 if TYPE_CHECKING:
     from coordinator.simulation.tune import Tuning
@@ -73,7 +73,8 @@ class Simulation(RunOutcome, frozen=True, kw_only=True, weakref=True):
         return self.home / device_id / "bundles" / device.release
 
     def _repr_html_(self) -> str:
-        return run_in_a_notebook(self)
+        shown = table(("", self.method), lines_of(self, self.cost, self.target))
+        return in_a_notebook(run_lead(self, self.scenario), shown, [self])
 
 
 def _takes(settings: type[Struct]) -> Callable[[F], F]:
@@ -138,10 +139,10 @@ def simulated(
     check(method, options)
     check_partitioning(settings)
     scenario, out = scenario_of(settings), settings.out
-    home = Path(tempfile.mkdtemp(prefix="fedge-simulate-")) if out is None else new_folder(out, "simulate")
+    home = Path(tempfile.mkdtemp(prefix="fedge-simulate-")) if out is None else runs.new_folder(out, "simulate")
     try:
         with (
-            _one_thread(),
+            one_thread(),
             runs.noted(out, "simulate", settings, options),
             tracking(settings.tensorboard, settings.mlflow, f"{settings.method}-{settings.seed}") as track,
         ):
@@ -193,19 +194,16 @@ def compare(*, progress: Progress | None = to_standard_error, **settings: Any) -
     found = _settings(CompareSettings, settings)
     check_partitioning(found)
 
-    def watch(done: int, wanted: int, outcome: RunOutcome) -> None:
-        if progress is not None:
-            progress(comparing.told(done, wanted, outcome))
-
+    watch = progress or (lambda _: None)
     if found.out is not None:
         return compared(found, found.out, watch)
-    with _one_thread(), tempfile.TemporaryDirectory(prefix="fedge-compare-") as folder:
+    with one_thread(), tempfile.TemporaryDirectory(prefix="fedge-compare-") as folder:
         return comparing.compare(found, Path(folder), watch)
 
 
-def compared(settings: CompareSettings, out: Path, watch: comparing.Watch, json_file: Path | None = None) -> Comparison:
+def compared(settings: CompareSettings, out: Path, watch: Progress, json_file: Path | None = None) -> Comparison:
     """As `compare`, with the results in `out`. `json_file`: for the figures, too."""
-    with _one_thread():
+    with one_thread():
         comparison = comparing.compare(settings, out, watch)
     runs.note(out, "compare", settings)
     write_results(out, of_comparison(comparison), json_file)
@@ -232,12 +230,18 @@ def tune(*, search: Iterable[str] = (), progress: Progress | None = to_standard_
         FedgeError: Ray fails, or every trial failed.
     """
     found = _settings(TuneSettings, settings)
-    check(*method_and_options(found.method))
-    check_partitioning(found)
+    with tempfile.TemporaryDirectory(prefix="fedge-tune-") as folder:
+        return tuned(found, search, found.out or Path(folder), progress or (lambda _: None))
+
+
+def tuned(settings: TuneSettings, search: Iterable[str], out: Path, progress: Progress) -> Tuning:
+    """As `tune`, with the results in `out`."""
+    check(*method_and_options(settings.method))
+    check_partitioning(settings)
     tuning = load_role("coordinator.simulation.tune", "fedge.tune", "ray")
-    with _one_thread(), tempfile.TemporaryDirectory(prefix="fedge-tune-") as folder:
-        result: Tuning = tuning.tune(found, search, found.out or Path(folder), progress or (lambda _: None))
-        return result
+    with one_thread():
+        result: Tuning = tuning.tune(settings, search, out, progress)
+    return result
 
 
 def _settings(kind: type[S], arguments: Mapping[str, Any]) -> S:
@@ -251,15 +255,9 @@ def _settings(kind: type[S], arguments: Mapping[str, Any]) -> S:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """Use one thread, since small networks gain nothing from more; restores the caller's number afterwards."""
-    import torch
     from threadpoolctl import threadpool_limits
 
-    before = torch.get_num_threads()
-    with threadpool_limits(1):
-        torch.set_num_threads(1)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(before)
+    with threadpool_limits(1), batched.one_thread():
+        yield

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.resources import files
-from typing import Any
+from typing import Any, Final
 
 import matplotlib as mpl
 import numpy as np
@@ -36,6 +36,12 @@ VARIABLES = (
 )
 LINES = ("-", "--", ":")
 """Line styles of methods: the next one when all colours are used."""
+AXES: Final[Mapping[str, Callable[[Point], float]]] = {
+    "round": lambda point: point.round,
+    "MB up and down": lambda point: (point.bytes_up + point.bytes_down) / 1e6,
+    "simulated seconds": lambda point: point.seconds,
+}
+"""Accuracy is drawn against rounds of training, traffic, and the simulated clock."""
 STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "fedge",
@@ -60,19 +66,11 @@ STYLE: Any = {
 }
 
 
-def by_round(runs: Sequence[RunOutcome]) -> str:
-    """Accuracy against rounds of training."""
-    return _curves(runs, "round", lambda point: point.round)
-
-
-def by_bytes(runs: Sequence[RunOutcome]) -> str:
-    """Accuracy against megabytes up and down together."""
-    return _curves(runs, "MB up and down", lambda point: (point.bytes_up + point.bytes_down) / 1e6)
-
-
-def by_seconds(runs: Sequence[RunOutcome]) -> str:
-    """Accuracy against the simulated clock."""
-    return _curves(runs, "simulated seconds", lambda point: point.seconds)
+def curves(runs: Sequence[RunOutcome], label: str = "round") -> str:
+    """Accuracy against one of `AXES`."""
+    with figure(3.4) as (axes, svg):
+        _draw(axes, runs, label, CLUSTERS)
+    return svg[0]
 
 
 def draw_by_round(runs: Sequence[RunOutcome], axes: Any = None) -> Any:
@@ -82,24 +80,16 @@ def draw_by_round(runs: Sequence[RunOutcome], axes: Any = None) -> Any:
 
         _, axes = plt.subplots()
     light = light_colours()
-    _draw(axes, runs, "round", lambda point: point.round, [light[f"--cluster-{i}"] for i in range(N_COLOURS)])
+    _draw(axes, runs, "round", [light[f"--cluster-{i}"] for i in range(N_COLOURS)])
     return axes
 
 
-def _curves(runs: Sequence[RunOutcome], label: str, x: Callable[[Point], float]) -> str:
-    with figure(3.4) as (axes, svg):
-        _draw(axes, runs, label, x, CLUSTERS)
-    return svg[0]
-
-
-def _draw(
-    axes: Axes, runs: Sequence[RunOutcome], label: str, x: Callable[[Point], float], colours: Sequence[str]
-) -> None:
+def _draw(axes: Axes, runs: Sequence[RunOutcome], label: str, colours: Sequence[str]) -> None:
     """Means over the seeds, point by point; the shade reaches from the lowest seed to the highest."""
     methods = tuple(dict.fromkeys(run.method for run in runs))
     for number, method in enumerate(methods):
         curves = common_points([run.curve for run in runs if run.method == method])
-        places = np.array([[x(point) for point in curve] for curve in curves]).mean(axis=0)
+        places = np.array([[AXES[label](point) for point in curve] for curve in curves]).mean(axis=0)
         accuracy = np.array([[point.accuracy for point in curve] for curve in curves])
         colour, style = colours[number % N_COLOURS], LINES[number // N_COLOURS % len(LINES)]
         if len(places) > 2:  # a method of one round has no curve

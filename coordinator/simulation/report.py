@@ -7,7 +7,7 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 from string import Template
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 from msgspec import Struct
@@ -18,11 +18,8 @@ from coordinator.demo.outcome import METHODS, Background, DeviceOutcome, Outcome
 from coordinator.simulation import plots
 from coordinator.simulation.compare import Comparison, MethodOutcome, Spread
 from coordinator.simulation.outcome import Cost, RunOutcome, as_csv, cost_of
-from coordinator.simulation.settings import Partition, Scenario
+from coordinator.simulation.settings import Scenario
 from fedge.files import write_atomically
-
-if TYPE_CHECKING:
-    from coordinator.simulation.interface import Simulation
 
 NOTHING: Final = "–"
 FILES: Final = ("report.html", "figures.json", "figures.csv", "accuracy.svg")
@@ -99,26 +96,16 @@ def _resource(name: str) -> str:
 
 def curves(runs: Sequence[RunOutcome]) -> str:
     """Accuracy against rounds, traffic and time."""
-    floor = plots.floor_of([run.accuracy for run in runs])
+    begins = axis(plots.floor_of([run.accuracy for run in runs]))
     seeds = " Shade: from the lowest seed to the highest." if len({run.seed for run in runs}) > 1 else ""
-    return columns(
-        section(
-            "Accuracy by round",
-            "The model each device would use, on its own test samples. Dot: the installed bundles."
-            f"{seeds} {axis(floor)}",
-            plots.by_round(runs),
-        ),
-        section(
-            "Accuracy by traffic",
-            f"Models and updates, up and down together, of all devices. {axis(floor)}",
-            plots.by_bytes(runs),
-        ),
-        section(
-            "Accuracy by time",
-            f"The simulated clock of the devices and their links. {axis(floor)}",
-            plots.by_seconds(runs),
-        ),
-    )
+    model = f"The model each device would use, on its own test samples. Dot: the installed bundles.{seeds}"
+    told = {
+        "Accuracy by round": model,
+        "Accuracy by traffic": "Models and updates, up and down together, of all devices.",
+        "Accuracy by time": "The simulated clock of the devices and their links.",
+    }
+    parts = zip(told.items(), plots.AXES, strict=True)
+    return columns(*(section(title, f"{text} {begins}", plots.curves(runs, x)) for (title, text), x in parts))
 
 
 # ------------------------------------------------------------------------------------------------------ a comparison
@@ -126,12 +113,7 @@ def curves(runs: Sequence[RunOutcome]) -> str:
 
 def of_comparison(comparison: Comparison) -> Report:
     """The results of `fedge compare`."""
-    return Report(comparison_page(comparison), comparison, comparison.rows(), plots.by_round(comparison.runs))
-
-
-def comparison_page(comparison: Comparison) -> str:
-    """The report of a comparison as HTML."""
-    return page(
+    shown = page(
         f"fedge compare: {comparison.scenario.task}, {setting_of(comparison.scenario)}",
         lead(comparison),
         section(
@@ -152,16 +134,12 @@ def comparison_page(comparison: Comparison) -> str:
             table(("Method", "Number", "Mean"), own_rows(comparison)),
         ),
     )
+    return Report(shown, comparison, comparison.rows(), plots.curves(comparison.runs))
 
 
-def comparison_in_a_notebook(comparison: Comparison) -> str:
-    """A comparison's table and curves for a cell's output."""
-    rows = [row(method) for method in comparison.methods]
-    return _in_a_notebook(lead(comparison), table(headings(comparison), rows), comparison.runs)
-
-
-def _in_a_notebook(lead: str, shown: str, runs: Sequence[RunOutcome]) -> str:
-    svg = plots.without_a_page(plots.by_round(runs))
+def in_a_notebook(lead: str, shown: str, runs: Sequence[RunOutcome]) -> str:
+    """A table and the curves for a cell's output."""
+    svg = plots.without_a_page(plots.curves(runs))
     return f'<p>{escape(lead)}</p>{shown}<div style="max-width: 560px; background: #ffffff">{svg}</div>'
 
 
@@ -170,12 +148,12 @@ def setting_of(scenario: Scenario) -> str:
     how = scenario.partition
     skew = f"α {scenario.alpha:g}"
     words = {
-        Partition.DIRICHLET: f"Dirichlet, {skew}",
-        Partition.GROUPS: f"{scenario.n_groups} groups by {scenario.groups}, {skew}",
-        Partition.SHARDS: f"{scenario.shards} shards, {scenario.iid_share:.0%} dealt evenly",
-        Partition.NATURAL: "people",
-        Partition.IID: "no skew",
-        Partition.GENERATED: f"made by number, turned in {scenario.n_groups} groups, {skew}",
+        "dirichlet": f"Dirichlet, {skew}",
+        "groups": f"{scenario.n_groups} groups by {scenario.groups}, {skew}",
+        "shards": f"{scenario.shards} shards, {scenario.iid_share:.0%} dealt evenly",
+        "natural": "people",
+        "iid": "no skew",
+        "generated": f"made by number, turned in {scenario.n_groups} groups, {skew}",
     }
     return words[how]
 
@@ -257,16 +235,16 @@ def own_rows(comparison: Comparison) -> list[tuple[str, str, str]]:
 
 def percent(figure: Spread) -> str:
     """Mean and, over several seeds, standard deviation."""
-    spread = f" ±{100 * figure.std:.1f}" if len(figure.seeds) > 1 else ""
-    return f"{100 * figure.mean:.1f}{spread}"
+    return f"{100 * figure.mean:.1f}{_deviation(figure)}"
 
 
 def difference(figure: Spread | None) -> str:
     """In percentage points, with sign."""
-    if figure is None:
-        return NOTHING
-    spread = f" ±{100 * figure.std:.1f}" if len(figure.seeds) > 1 else ""
-    return f"{points(figure.mean)}{spread}"
+    return NOTHING if figure is None else f"{points(figure.mean)}{_deviation(figure)}"
+
+
+def _deviation(figure: Spread) -> str:
+    return f" ±{100 * figure.std:.1f}" if len(figure.seeds) > 1 else ""
 
 
 def cost(found: Cost | None) -> str:
@@ -362,11 +340,6 @@ def run_lead(outcome: RunOutcome, scenario: Scenario) -> str:
 def of_run(outcome: RunOutcome, scenario: Scenario, target: float | None = None) -> Report:
     """The results of `fedge simulate`."""
     lines = lines_of(outcome, None if target is None else cost_of(outcome.curve, target), target)
-    return Report(run_page(outcome, scenario, lines), outcome, outcome.rows(), plots.by_round([outcome]))
-
-
-def run_page(outcome: RunOutcome, scenario: Scenario, lines: Sequence[tuple[str, str]]) -> str:
-    """The report of one run as HTML; `lines`: as `lines_of` gives them."""
     rows = [
         (
             *(device.id, str(device.group), str(device.n_train), str(device.score.n), str(device.trained)),
@@ -376,20 +349,14 @@ def run_page(outcome: RunOutcome, scenario: Scenario, lines: Sequence[tuple[str,
         for device in outcome.devices
     ]
     head = ("Device", "Group", "Train", "Test", "Rounds", "Accuracy", "Macro F1", "Bundle")
-    return page(
+    shown = page(
         f"fedge simulate: {outcome.method} on {scenario.task}, {setting_of(scenario)}",
         run_lead(outcome, scenario),
         section("In short", "", table(("", ""), lines)),
         curves([outcome]),
         section("Device by device", "Percent. Rounds: in which it trained.", table(head, rows)),
     )
-
-
-def run_in_a_notebook(found: Simulation) -> str:
-    """A run's figures and curve for a cell's output."""
-    return _in_a_notebook(
-        run_lead(found, found.scenario), table(("", found.method), lines_of(found, found.cost, found.target)), [found]
-    )
+    return Report(shown, outcome, outcome.rows(), plots.curves([outcome]))
 
 
 # ------------------------------------------------------------------------------------------------------------ a demo
@@ -402,17 +369,12 @@ def of_demo(outcome: Outcome, background: Background) -> Report:
         | {name: d.accuracy[name] for name in METHODS}
         for d in outcome.devices
     ]
-    return Report(demo_page(outcome, background), outcome, rows, plots.accuracy_by_round(background))
-
-
-def demo_page(outcome: Outcome, background: Background) -> str:
-    """The report of a demo as HTML."""
-    shown = (
+    cluster_map = (
         plots.cluster_map(outcome, background)
         if background.places is not None and len(background.ids) > 1
         else "<p>This method compares no updates.</p>"
     )
-    return page(
+    shown = page(
         f"fedge demo: {outcome.task}, {outcome.agents} devices",
         demo_lead(outcome, background),
         tiles(_demo_tiles(outcome)),
@@ -439,7 +401,7 @@ def demo_page(outcome: Outcome, background: Background) -> str:
             section(
                 "Cluster map",
                 "Devices whose updates point the same way lie close. Dot: first cluster found. Ring: true group.",
-                shown,
+                cluster_map,
             ),
             section(
                 "Device by device",
@@ -453,23 +415,19 @@ def demo_page(outcome: Outcome, background: Background) -> str:
             table(("Device", "Train", "Test", "Cluster", *METHODS.values(), "|Δp|"), map(_demo_row, outcome.devices)),
         ),
     )
+    return Report(shown, outcome, rows, plots.accuracy_by_round(background))
 
 
 def demo_lead(outcome: Outcome, background: Background) -> str:
     """A summary of the demo, in a few sentences."""
+    split = f"It made {len(outcome.clusters)} clusters with a model each."
     return (
         f"{outcome.agents} devices learned “{outcome.task}” ({outcome.partition}) in {outcome.rounds} rounds of "
         f"{background.method} over MQTT ({outcome.broker}), seed {outcome.seed}. "
-        f"{_experts(outcome)} "
+        f"{split if outcome.split else 'It made no clusters: devices share one model, or none.'} "
         "Accuracies are on each device's own test samples, which no choice has seen; those of the personalised mixture "
         "come from ONNX Runtime in a process without PyTorch."
     )
-
-
-def _experts(outcome: Outcome) -> str:
-    if outcome.split:
-        return f"It made {len(outcome.clusters)} clusters with a model each."
-    return "It made no clusters: devices share one model, or none."
 
 
 def points(gain: float) -> str:

@@ -20,10 +20,10 @@ from coordinator.fleet.simulated import Execute
 from coordinator.methods import Method, Option, Server, State, make
 from coordinator.samples import by_class, without_samples
 from coordinator.simulation import rounds
-from coordinator.simulation.evaluation import Evaluation, Final
+from coordinator.simulation.evaluation import Evaluation
 from coordinator.simulation.federation import Data, Federation, deal, gather
-from coordinator.simulation.outcome import DeviceOutcome, Point, RunOutcome, Score, sample_accuracy, worst_decile
-from coordinator.simulation.settings import Engine, Running, Scenario
+from coordinator.simulation.outcome import Point, RunOutcome, Score, sample_accuracy, worst_decile
+from coordinator.simulation.settings import Running, Scenario
 from edge_agent import batched
 from fedge.errors import ConfigError
 from fedge.models.training import torch_device
@@ -75,7 +75,70 @@ def simulate(
     with _engine(on, scenario, federation, made, home) as execute:
         if execute is not batched.execute and not torch.cuda.is_available():  # the GPUs may be elsewhere in the cluster
             scenario = msgspec.structs.replace(scenario, train_on=Processor.CPU)
-        return run_to_end(_run(scenario, made, seed, home, watch, label, federation, began, execute, track))
+        fleet, first, workers = gather(federation, scenario, seed, home, execute)
+        measured = federation.measured(scenario.measured, seed)
+        evaluation = Evaluation(federation, workers, measured, torch_device(scenario.train_on))
+        curve: list[Point] = []
+
+        def measure(state: State, number: int, accuracy: float) -> None:
+            point = Point(
+                round=number,
+                accuracy=accuracy,
+                global_accuracy=evaluation.globally(made, state, fleet),
+                bytes_up=fleet.bytes_up,
+                bytes_down=fleet.bytes_down,
+                seconds=fleet.seconds,
+            )
+            curve.append(point)
+            if track is not None:
+                track(point)
+
+        def on_round(state: State) -> None:
+            """Skip rounds after training, which have no number of their own."""
+            if state.round <= scenario.rounds and not made.done(state) and state.round % scenario.spacing == 0:
+                measure(state, state.round, _mean(evaluation.now(made, state, fleet), federation.late_joiners))
+                watch(f"round {state.round}/{scenario.rounds}  accuracy {curve[-1].accuracy:.3f}")
+
+        begun = made.begin(federation.layout, first)
+        on_round(begun)
+        state = run_to_end(rounds.run(made, begun, fleet, on_round))
+        final = evaluation.finally_(made, state, fleet)
+        measure(state, scenario.rounds, _mean({i: end.score for i, end in final.items()}, federation.late_joiners))
+        watch(f"the devices' bundles  accuracy {curve[-1].accuracy:.3f}")
+    everybody = tuple(final.values())
+    devices = [device for device in everybody if not device.late_joiner]
+    accuracies = [device.score.accuracy for device in devices]
+    cold = [device.score.accuracy for device in everybody if device.late_joiner]
+    summary = made.summary(state)
+    return RunOutcome(
+        method=label,
+        seed=seed,
+        accuracy=float(np.mean(accuracies)),
+        std=float(np.std(accuracies)),
+        minimum=min(accuracies),
+        percentile_10=float(np.percentile(accuracies, 10)),
+        worst_decile=worst_decile(accuracies),
+        sample_accuracy=sample_accuracy([device.score for device in devices]),
+        macro_f1=float(np.mean([device.score.macro_f1 for device in devices])),
+        weighted_f1=float(np.mean([device.score.weighted_f1 for device in devices])),
+        global_accuracy=curve[-1].global_accuracy,
+        rounds=scenario.rounds,
+        bytes_up=fleet.bytes_up,
+        bytes_down=fleet.bytes_down,
+        seconds=fleet.seconds,
+        bundles=sum(device.bundle for device in everybody),
+        max_abs_diff=evaluation.max_abs_diff,
+        split=bool(summary["split"]),
+        clusters={str(k): tuple(members) for k, members in summary["clusters"].items()},
+        curve=tuple(curve),
+        devices=everybody,
+        wall_s=round(time.perf_counter() - began, 3),
+        evaluation_s=round(evaluation.seconds, 3),
+        details={name: value for name, value in summary.items() if isinstance(value, float)},
+        cold_start=float(np.mean(cold)) if cold else None,
+        draws=federation.milder.draws,
+        moved=federation.milder.moved,
+    )
 
 
 def _missing(federation: Federation) -> list[Finding]:
@@ -123,7 +186,7 @@ def _engine(
     on: Running | None, scenario: Scenario, federation: Federation, method: Method[Any], home: Path
 ) -> Iterator[Execute]:
     """The engine that carries out the devices' orders."""
-    if on is None or on.engine is Engine.LOCAL:
+    if on is None or on.engine == "local":
         yield batched.execute
         return
     from coordinator.fleet.on_ray import Recipe, Shards
@@ -183,102 +246,6 @@ def require_wanted() -> None:
         return
     if waiting is not None and waiting.cancelling():
         raise asyncio.CancelledError
-
-
-async def _run(
-    scenario: Scenario,
-    method: Method[Any],
-    seed: int,
-    home: Path,
-    watch: Watch,
-    label: str,
-    federation: Federation,
-    began: float,
-    execute: Execute,
-    track: Callable[[Point], None] | None,
-) -> RunOutcome:
-    fleet, first, workers = gather(federation, scenario, seed, home, execute)
-    measured = federation.measured(scenario.measured, seed)
-    evaluation = Evaluation(federation, workers, measured, torch_device(scenario.train_on))
-    curve: list[Point] = []
-
-    def measure(state: State, number: int, accuracy: float) -> None:
-        point = Point(
-            round=number,
-            accuracy=accuracy,
-            global_accuracy=evaluation.globally(method, state, fleet),
-            bytes_up=fleet.bytes_up,
-            bytes_down=fleet.bytes_down,
-            seconds=fleet.seconds,
-        )
-        curve.append(point)
-        if track is not None:
-            track(point)
-
-    def on_round(state: State) -> None:
-        """Skip rounds after training, which have no number of their own."""
-        if state.round <= scenario.rounds and not method.done(state) and state.round % scenario.spacing == 0:
-            measure(state, state.round, _mean(evaluation.now(method, state, fleet), federation.late_joiners))
-            watch(f"round {state.round}/{scenario.rounds}  accuracy {curve[-1].accuracy:.3f}")
-
-    state = method.begin(federation.layout, first)
-    on_round(state)
-    state = await rounds.run(method, state, fleet, on_round)
-    final = evaluation.finally_(method, state, fleet)
-    measure(state, scenario.rounds, _mean({i: end.score for i, end in final.items()}, federation.late_joiners))
-    watch(f"the devices' bundles  accuracy {curve[-1].accuracy:.3f}")
-    everybody = _devices(federation, state, final)
-    devices = [device for device in everybody if not device.late_joiner]
-    accuracies = [device.score.accuracy for device in devices]
-    cold = [device.score.accuracy for device in everybody if device.late_joiner]
-    summary = method.summary(state)
-    return RunOutcome(
-        method=label,
-        seed=seed,
-        accuracy=float(np.mean(accuracies)),
-        std=float(np.std(accuracies)),
-        minimum=min(accuracies),
-        percentile_10=float(np.percentile(accuracies, 10)),
-        worst_decile=worst_decile(accuracies),
-        sample_accuracy=sample_accuracy([device.score for device in devices]),
-        macro_f1=float(np.mean([device.score.macro_f1 for device in devices])),
-        weighted_f1=float(np.mean([device.score.weighted_f1 for device in devices])),
-        global_accuracy=curve[-1].global_accuracy,
-        rounds=scenario.rounds,
-        bytes_up=fleet.bytes_up,
-        bytes_down=fleet.bytes_down,
-        seconds=fleet.seconds,
-        bundles=sum(device.bundle for device in everybody),
-        max_abs_diff=max((end.max_abs_diff for end in final.values()), default=0.0),
-        split=bool(summary["split"]),
-        clusters={str(k): tuple(members) for k, members in summary["clusters"].items()},
-        curve=tuple(curve),
-        devices=everybody,
-        wall_s=round(time.perf_counter() - began, 3),
-        evaluation_s=round(evaluation.seconds, 3),
-        details={name: value for name, value in summary.items() if isinstance(value, float)},
-        cold_start=float(np.mean(cold)) if cold else None,
-        draws=federation.milder.draws,
-        moved=federation.milder.moved,
-    )
-
-
-def _devices(federation: Federation, state: State, final: dict[str, Final]) -> tuple[DeviceOutcome, ...]:
-    return tuple(
-        DeviceOutcome(
-            id=i,
-            group=share.group,
-            n_train=len(share.y_train),
-            score=end.score,
-            trained=state.participations.get(i, 0),
-            bundle=end.release is not None,
-            release=end.release,
-            late_joiner=i in federation.late_joiners,
-            private_weight=end.private_weight,
-        )
-        for i, end in final.items()
-        for share in (federation.shares[i],)
-    )
 
 
 def _mean(scores: dict[str, Score], without: Collection[str]) -> float:

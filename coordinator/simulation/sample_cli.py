@@ -9,12 +9,12 @@ from pathlib import Path
 import click
 import numpy as np
 
-from coordinator.simulation.folder import new_folder
-from coordinator.simulation.samples import samples_of, shares_of
-from coordinator.simulation.settings import SampleSettings, check_partitioning
+from coordinator.runs import new_folder
+from coordinator.simulation.settings import SampleSettings
 from fedge.config import resolve, settings_options
 from fedge.errors import StoreError
-from fedge.tasks import write_share, write_task
+from fedge.tasks import partition, write_share, write_task
+from fedge.tasks.partition import check_partitioning, samples_of
 
 
 @click.command()
@@ -38,7 +38,7 @@ def sample(config: Path | None, as_json: bool, **flags: object) -> None:
     settings = resolve(SampleSettings, "sample", config, flags)
     check_partitioning(settings)
     samples, _ = samples_of(settings, settings.seed, 0.0)
-    shares = shares_of(settings, samples, settings.devices, settings.seed)
+    shares = partition(samples, settings.devices, settings, seed=settings.seed)
     folder = new_folder(settings.out, "sample")
     try:
         write_task(samples.spec, folder / "task.json")

@@ -5,11 +5,10 @@ They are also the arguments of the Python interface, and defined only here.
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Meta
 
 from coordinator.methods import (
     BatchSize,
@@ -34,110 +33,15 @@ from coordinator.protection import (
     MinCohort,
 )
 from coordinator.tracking import MLflow, TensorBoard
-from fedge.errors import ConfigError
 from fedge.messages import Codec
 from fedge.processor import Processor, TrainOn
 from fedge.steps.mask_shares import MIN_COHORT
-from fedge.weights import Adapt, ModelName, Weights
+from fedge.tasks.partition import How, Partitioning
 
-
-class Partition(StrEnum):
-    """How the samples are partitioned (`fedge.tasks.partition`)."""
-
-    DIRICHLET = "dirichlet"
-    GROUPS = "groups"
-    SHARDS = "shards"
-    NATURAL = "natural"
-    IID = "iid"
-    GENERATED = "generated"
-
-
-class Groups(StrEnum):
-    """How planted groups differ."""
-
-    ROTATION = "rotation"
-    LABELS = "labels"
-    CODES = "codes"
-
-
-class Sizes(StrEnum):
-    """Quantity skew."""
-
-    EQUAL = "equal"
-    LOG_NORMAL = "log-normal"
-    POWER_LAW = "power-law"
-
-
-class Marks(StrEnum):
-    """The whole of which `sensitive` is a share."""
-
-    SAMPLES = "samples"
-    CLASSES = "classes"
-
-
-class Engine(StrEnum):
-    """What carries out the devices' orders."""
-
-    LOCAL = "local"
-    RAY = "ray"
-
-
-class Hardware(StrEnum):
-    """What the devices are (`coordinator.fleet.devices`)."""
-
-    MIXED = "mixed"
-    STEADY = "steady"
-    NONE = "none"
-
-
-class Partitioning(Struct, frozen=True, kw_only=True):
-    """Samples, and their partition over devices."""
-
-    task: Annotated[
-        str,
-        Meta(
-            description="digits, mnist, fashion-mnist, uci-har, spoken-digits, image-folder, arrays, a table's"
-            " schema (.toml) or package.module:Class."
-        ),
-    ] = "digits"
-    data: Annotated[Path | None, Meta(description="Folder or file with the samples; digits need none.")] = None
-    model: ModelName = None
-    weights: Weights = None
-    adapt: Adapt = None
-    devices: Annotated[
-        Annotated[int, Meta(ge=1)] | None, Meta(description="20; natural: as many as there are people.")
-    ] = None
-    partition: Annotated[
-        Partition,
-        Meta(
-            description="dirichlet: label skew; groups: planted groups; shards: few classes each; natural: by person; "
-            "iid: no skew; generated: as many devices as you like, each with samples turned, shifted and noised by its "
-            "number."
-        ),
-    ] = Partition.DIRICHLET
-    alpha: Annotated[float, Meta(gt=0, description="Label skew, Dirichlet's parameter; smaller is stronger.")] = 1.0
-    groups: Annotated[
-        Groups,
-        Meta(
-            description="rotation: cameras turned by 90 degrees each; labels: classes of their own; codes: each device "
-            "of the first group names the classes in an order of its own."
-        ),
-    ] = Groups.ROTATION
-    n_groups: Annotated[int, Meta(ge=1, description="Planted groups.")] = 4
-    shards: Annotated[int, Meta(ge=1, description="Shards of sorted labels that each device gets.")] = 2
-    iid_share: Annotated[float, Meta(ge=0, le=1, description="Share of the samples dealt evenly before shards.")] = 0.0
-    sizes: Annotated[Sizes, Meta(description="Quantity skew, for dirichlet, groups and iid.")] = Sizes.EQUAL
-    size_spread: Annotated[float, Meta(ge=0, le=5, description="Its sigma, or the power law's exponent.")] = 1.0
-    min_samples: Annotated[
-        int, Meta(ge=4, description="That each device has, whatever the skew: drawn again or moved if need be.")
-    ] = 20
-    samples: Annotated[Annotated[int, Meta(ge=1)] | None, Meta(description="Use so many samples; default: all.")] = None
-    sensitive: Annotated[
-        float, Meta(ge=0, le=1, description="Share of training samples that no upload may learn from.")
-    ] = 0.0
-    marks: Annotated[
-        Marks, Meta(description="samples: as many of each class; classes: all of so many of a device's classes.")
-    ] = Marks.SAMPLES
+Engine = Literal["local", "ray"]
+"""What carries out the devices' orders."""
+Hardware = Literal["mixed", "steady", "none"]
+"""What the devices are (`coordinator.fleet.devices`)."""
 
 
 class Setup(Partitioning, frozen=True, kw_only=True):
@@ -163,6 +67,10 @@ class Setup(Partitioning, frozen=True, kw_only=True):
     masking: Masking = False
     min_cohort: MinCohort = MIN_COHORT
 
+    def for_method(self, seed: int, options: dict[str, Option]) -> MethodSettings:
+        """The settings for the method."""
+        return settings_of(self, seed, options)
+
 
 class Scenario(Setup, frozen=True, kw_only=True):
     """Settings that the methods of a comparison share."""
@@ -183,7 +91,7 @@ class Scenario(Setup, frozen=True, kw_only=True):
             description="mixed: Raspberry Pis and Jetsons that come, go and straggle; steady: the same, always there; "
             "none: no clock."
         ),
-    ] = Hardware.STEADY
+    ] = "steady"
     deadline_s: Annotated[
         Annotated[float, Meta(gt=0)] | None, Meta(description="Simulated time for one step.", extra={"unit": "s"})
     ] = None
@@ -197,48 +105,10 @@ class Scenario(Setup, frozen=True, kw_only=True):
         Meta(description="Devices whose accuracy is measured, and that install bundles, drawn by lot; default: all."),
     ] = None
 
-    def for_method(self, seed: int, options: dict[str, Option]) -> MethodSettings:
-        """The settings for the method."""
-        return settings_of(self, seed, options)
-
     @property
     def spacing(self) -> int:
         """Rounds between two evaluations."""
         return self.evaluate_every or max(1, self.rounds // 10)
-
-
-_ONLY_FOR: Final = {
-    "alpha": (Partition.DIRICHLET, Partition.GROUPS, Partition.GENERATED),
-    "groups": (Partition.GROUPS,),
-    "n_groups": (Partition.GROUPS, Partition.GENERATED),
-    "shards": (Partition.SHARDS,),
-    "iid_share": (Partition.SHARDS,),
-}
-"""Settings that have an effect only with some partitions."""
-
-
-def check_partitioning(given: Partitioning) -> None:
-    """Refuse settings without effect, which would mislead.
-
-    Raises:
-        ConfigError: a setting has no effect with this partition or task; the text says which.
-    """
-    defaults = type(given)()
-    for name, partitions in _ONLY_FOR.items():
-        if given.partition not in partitions and getattr(given, name) != getattr(defaults, name):
-            raise ConfigError(
-                f"--{name.replace('_', '-')} changes nothing with --partition {given.partition}: it is for "
-                f"{' and '.join(partitions)}"
-            )
-    asked = (given.partition, given.n_groups) != (defaults.partition, defaults.n_groups)
-    if asked and given.partition is Partition.GROUPS and given.n_groups > (given.devices or given.n_groups):
-        raise ConfigError(f"{given.devices} devices cannot be in {given.n_groups} groups: use --n-groups")
-    if given.sizes is Sizes.EQUAL and given.size_spread != defaults.size_spread:
-        raise ConfigError("--size-spread changes nothing with equal sizes: it is for --sizes log-normal and power-law")
-    if given.marks is not defaults.marks and not given.sensitive:
-        raise ConfigError("--marks changes nothing without --sensitive, the share that is marked")
-    if given.task == "digits" and given.data is not None:
-        raise ConfigError("the digits come with fedge: leave out --data, or name another --task")
 
 
 class Running(Scenario, frozen=True, kw_only=True):
@@ -246,7 +116,7 @@ class Running(Scenario, frozen=True, kw_only=True):
 
     engine: Annotated[
         Engine, Meta(description="local: this process, of a comparison several; ray: a Ray cluster (fedge[ray]).")
-    ] = Engine.LOCAL
+    ] = "local"
     ray_address: Annotated[
         str | None, Meta(description="Of a running cluster, auto: this machine's; by default one is started here.")
     ] = None
@@ -306,12 +176,12 @@ class DemoSettings(Setup, frozen=True, kw_only=True):
 
     devices: Annotated[int, Meta(ge=1, le=200, description="Devices, one process each.")] = 12
     partition: Annotated[
-        Partition,
+        How,
         Meta(
             description="groups: planted groups, by default cameras turned by 0, 90 or 180 degrees, label skew within; "
             "dirichlet: label skew; shards: few classes each; natural: by person; iid: no skew."
         ),
-    ] = Partition.GROUPS
+    ] = "groups"
     n_groups: Annotated[int, Meta(ge=1, description="Planted groups.")] = 3
     samples: Annotated[
         Annotated[int, Meta(ge=1)] | None,
@@ -335,11 +205,6 @@ class DemoSettings(Setup, frozen=True, kw_only=True):
         """`out`, once it is chosen."""
         assert self.out is not None
         return self.out
-
-    def for_method(self, participation: float) -> MethodSettings:
-        """The settings for a baseline with this share of the devices in each round."""
-        given = {name: getattr(self, name) for name in Setup.__struct_fields__} | {"participation": participation}
-        return settings_of(Setup(**given), self.seed, {})
 
 
 class SampleSettings(Partitioning, frozen=True, kw_only=True):

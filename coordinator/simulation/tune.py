@@ -24,11 +24,12 @@ from coordinator.options import check, method_and_options, value_of
 from coordinator.ray import connected, require_importable
 from coordinator.simulation.compare import begin, scenario_of
 from coordinator.simulation.run import validate
-from coordinator.simulation.settings import Partitioning, Scenario, Setup, TuneSettings
+from coordinator.simulation.settings import Scenario, Setup, TuneSettings
 from fedge.config import given, metas_of
 from fedge.errors import ConfigError, FedgeError
 from fedge.files import make_folder, write_atomically
 from fedge.processor import Processor
+from fedge.tasks import Partitioning
 
 os.environ |= {
     "RAY_AIR_NEW_OUTPUT": "0",  # tables on standard output

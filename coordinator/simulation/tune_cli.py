@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import click
 from rich.console import Console
 from rich.table import Table
 
-from coordinator.options import check, method_and_options
-from coordinator.simulation.cli import one_thread
-from coordinator.simulation.folder import named_by_time
-from coordinator.simulation.settings import TuneSettings, check_partitioning
+from coordinator.runs import named_by_time
+from coordinator.simulation.settings import TuneSettings
 from fedge.config import resolve, settings_options
 from fedge.files import require_writable
 
@@ -48,16 +47,13 @@ def tune(config: Path | None, search: tuple[str, ...], json_file: Path | None, *
     130 stopped by Ctrl-C.
     """  # noqa: D301 - click wants the backspace character itself
     settings = resolve(TuneSettings, "tune", config, flags)
-    check(*method_and_options(settings.method))
-    check_partitioning(settings)
     if json_file is not None:
         require_writable(json_file)
-    one_thread()
+    from coordinator.simulation.interface import tuned
     from coordinator.simulation.tune import CONFIG, FIGURES, sentence
-    from coordinator.simulation.tune import tune as run
 
     out = settings.out or named_by_time("tune")
-    found = run(settings, search, out, say)
+    found = tuned(settings, search, out, partial(click.echo, err=True))
     if json_file is not None:
         json_file.write_bytes((out / FIGURES).read_bytes())
     table = Table(*found.searched, "accuracy", "rounds", box=None, pad_edge=False)
@@ -68,8 +64,3 @@ def tune(config: Path | None, search: tuple[str, ...], json_file: Path | None, *
     if found.asked is not None:
         click.echo(f"as it was given: {sentence(found.asked, found.scenario)}")
     click.echo(f"in {out}: {CONFIG}, {FIGURES}; on test samples: fedge simulate --config {out / CONFIG}")
-
-
-def say(text: str) -> None:
-    """Progress."""
-    click.echo(text, err=True)

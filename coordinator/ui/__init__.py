@@ -23,7 +23,6 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
 import msgspec
@@ -195,9 +194,7 @@ class Page:
             self._tasks.append(asyncio.create_task(told))
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

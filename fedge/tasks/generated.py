@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from fedge.errors import ConfigError
-from fedge.tasks.partition import Marks, Share, made_of
+from fedge.tasks.partition import Partitioning, Share, made_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -38,35 +38,19 @@ class Generated(Mapping[str, Share]):
     Args:
         pool: the source samples; images of shape (n, height, width[, channels]).
         n_devices: N >= 1.
-        n_samples: per device.
-        alpha: > 0.
-        n_groups: 1 to 4.
-        sensitive: share of the training samples that is marked.
-        marks: what `sensitive` is a share of.
+        how: alpha, n_groups, marks; `min_samples` is the number of samples of a device.
         seed: of all draws.
 
     Raises:
         ConfigError: the samples are not images.
     """
 
-    def __init__(
-        self,
-        pool: Pool,
-        n_devices: int,
-        *,
-        n_samples: int,
-        alpha: float,
-        n_groups: int,
-        sensitive: float,
-        marks: Marks,
-        seed: int,
-    ) -> None:
+    def __init__(self, pool: Pool, n_devices: int, how: Partitioning, *, seed: int) -> None:
         if pool.x.ndim not in (3, 4):
             raise ConfigError(f"samples of shape {pool.x.shape[1:]} are not images: use --partition dirichlet")
         self._pool = pool
         self._number = {name: number for number, name in enumerate(device_names(n_devices))}
-        self._n_samples, self._alpha, self._n_groups = n_samples, alpha, n_groups
-        self._sensitive, self._marks, self._seed = sensitive, marks, seed
+        self._how, self._seed = how, seed
         self._by_class = np.argsort(pool.y, kind="stable")
         self._of_class = np.bincount(pool.y, minlength=pool.spec.n_classes)
         self._range = float(pool.x.min()), float(pool.x.max())
@@ -75,13 +59,13 @@ class Generated(Mapping[str, Share]):
         number = self._number[device_id]
         rng = np.random.default_rng((self._seed, _DEVICE, number))
         there = np.flatnonzero(self._of_class)
-        portions = rng.dirichlet(np.full(len(there), self._alpha))
-        classes = rng.choice(there, self._n_samples, p=portions)
+        portions = rng.dirichlet(np.full(len(there), self._how.alpha))
+        classes = rng.choice(there, self._how.min_samples, p=portions)
         first = np.cumsum(self._of_class) - self._of_class
         own = self._pool.take(self._by_class[first[classes] + rng.integers(self._of_class[classes])])
         own = dataclasses.replace(own, x=self._changed(own.x, rng), user=None, block=None)
-        group = number % self._n_groups
-        return made_of(own, group, group, self._sensitive, self._marks, rng)
+        group = number % self._how.n_groups
+        return made_of(own, group, group, self._how, rng)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._number)

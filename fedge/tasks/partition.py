@@ -8,9 +8,10 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import numpy as np
+from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
 from fedge import preprocess
@@ -19,16 +20,102 @@ from fedge.task import TEST, TRAIN, VALIDATION, TaskSpec
 from fedge.tasks import partitioners
 from fedge.tasks.data import DeviceData
 from fedge.tasks.partitioners import FEWEST, FEWEST_BLOCKS, MIN_SAMPLES, Ints, Milder, Sizes, Units, units_of
-from fedge.tasks.pool import Pool
+from fedge.tasks.pool import Pool, pool
 from fedge.tasks.sampling import n_validation, spread
+from fedge.weights import Adapt, ModelName, Weights, with_network
 
 TEST_SHARE: Final = 0.25  # scmoe_pfl.md section 3
-MOST_SPREAD: Final = 5.0  # beyond it one device has everything, and float64 soon overflows
 _APART, _CODES = 1, 2  # separate random streams
 
-How = Literal["groups", "dirichlet", "shards", "natural", "iid"]
+How = Literal["dirichlet", "groups", "shards", "natural", "iid", "generated"]
 Groups = Literal["rotation", "labels", "codes"]
+"""How planted groups differ."""
 Marks = Literal["samples", "classes"]
+"""The whole of which `sensitive` is a share."""
+
+
+class Partitioning(Struct, frozen=True, kw_only=True):
+    """Samples, and their partition over devices."""
+
+    task: Annotated[
+        str,
+        Meta(
+            description="digits, mnist, fashion-mnist, uci-har, spoken-digits, image-folder, arrays, a table's"
+            " schema (.toml) or package.module:Class."
+        ),
+    ] = "digits"
+    data: Annotated[Path | None, Meta(description="Folder or file with the samples; digits need none.")] = None
+    model: ModelName = None
+    weights: Weights = None
+    adapt: Adapt = None
+    devices: Annotated[
+        Annotated[int, Meta(ge=1)] | None, Meta(description="20; natural: as many as there are people.")
+    ] = None
+    partition: Annotated[
+        How,
+        Meta(
+            description="dirichlet: label skew; groups: planted groups; shards: few classes each; natural: by person; "
+            "iid: no skew; generated: as many devices as you like, each with samples turned, shifted and noised by its "
+            "number."
+        ),
+    ] = "dirichlet"
+    alpha: Annotated[float, Meta(gt=0, description="Label skew, Dirichlet's parameter; smaller is stronger.")] = 1.0
+    groups: Annotated[
+        Groups,
+        Meta(
+            description="rotation: cameras turned by 90 degrees each; labels: classes of their own; codes: each device "
+            "of the first group names the classes in an order of its own."
+        ),
+    ] = "rotation"
+    n_groups: Annotated[int, Meta(ge=1, description="Planted groups.")] = 4
+    shards: Annotated[int, Meta(ge=1, description="Shards of sorted labels that each device gets.")] = 2
+    iid_share: Annotated[float, Meta(ge=0, le=1, description="Share of the samples dealt evenly before shards.")] = 0.0
+    sizes: Annotated[Sizes, Meta(description="Quantity skew, for dirichlet, groups and iid.")] = "equal"
+    size_spread: Annotated[float, Meta(ge=0, le=5, description="Its sigma, or the power law's exponent.")] = 1.0
+    min_samples: Annotated[
+        int, Meta(ge=FEWEST, description="That each device has, whatever the skew: drawn again or moved if need be.")
+    ] = MIN_SAMPLES
+    samples: Annotated[Annotated[int, Meta(ge=1)] | None, Meta(description="Use so many samples; default: all.")] = None
+    sensitive: Annotated[
+        float, Meta(ge=0, le=1, description="Share of training samples that no upload may learn from.")
+    ] = 0.0
+    marks: Annotated[
+        Marks, Meta(description="samples: as many of each class; classes: all of so many of a device's classes.")
+    ] = "samples"
+
+
+_ONLY_FOR: Final = {
+    "alpha": ("dirichlet", "groups", "generated"),
+    "groups": ("groups",),
+    "n_groups": ("groups", "generated"),
+    "shards": ("shards",),
+    "iid_share": ("shards",),
+}
+"""Settings that have an effect only with some partitions."""
+
+
+def check_partitioning(given: Partitioning) -> None:
+    """Refuse settings without effect, which would mislead.
+
+    Raises:
+        ConfigError: a setting has no effect with this partition or task; the text says which.
+    """
+    defaults = type(given)()
+    for name, partitions in _ONLY_FOR.items():
+        if given.partition not in partitions and getattr(given, name) != getattr(defaults, name):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} changes nothing with --partition {given.partition}: it is for "
+                f"{' and '.join(partitions)}"
+            )
+    asked = (given.partition, given.n_groups) != (defaults.partition, defaults.n_groups)
+    if asked and given.partition == "groups" and given.n_groups > (given.devices or given.n_groups):
+        raise ConfigError(f"{given.devices} devices cannot be in {given.n_groups} groups: use --n-groups")
+    if given.sizes == "equal" and given.size_spread != defaults.size_spread:
+        raise ConfigError("--size-spread changes nothing with equal sizes: it is for --sizes log-normal and power-law")
+    if given.marks != defaults.marks and not given.sensitive:
+        raise ConfigError("--marks changes nothing without --sensitive, the share that is marked")
+    if given.task == "digits" and given.data is not None:
+        raise ConfigError("the digits come with fedge: leave out --data, or name another --task")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,24 +133,21 @@ class Share:
     group: int
 
 
-def partition(
-    pool: Pool,
-    n_devices: int,
-    *,
-    how: How,
-    alpha: float,
-    sensitive: float,
-    seed: int,
-    n_groups: int = 3,
-    groups: Groups = "rotation",
-    shards: int = 2,
-    iid_share: float = 0.0,
-    sizes: Sizes = "equal",
-    size_spread: float = 1.0,
-    marks: Marks = "samples",
-    min_samples: int = MIN_SAMPLES,
-    milder: Milder | None = None,
-) -> list[Share]:
+def samples_of(how: Partitioning, seed: int, apart: float, limit: int | None = None) -> tuple[Pool, Pool]:
+    """The samples of a task with the requested network: those to partition, and a share set apart.
+
+    The share set apart is turned like the groups' cameras. `limit`: the default number of samples.
+
+    Raises:
+        ConfigError: there are no such data.
+    """
+    found = pool(how.task, how.data, seed=seed, limit=how.samples or limit)
+    found = dataclasses.replace(found, spec=with_network(found.spec, how.model, how.weights, how.adapt))
+    turned = how.partition == "groups" and how.groups == "rotation"
+    return set_apart(found, apart, seed=seed, turns=how.n_groups if turned else 1)
+
+
+def partition(pool: Pool, n_devices: int, how: Partitioning, *, seed: int, milder: Milder | None = None) -> list[Share]:
     """Partition samples over devices; equal arguments give equal shares.
 
     "dirichlet": for each class, the devices' shares are drawn from Dirichlet(alpha). "groups": device i is in group i
@@ -76,66 +160,60 @@ def partition(
     Args:
         pool: the samples; rotation needs square images, "natural" needs people.
         n_devices: N >= 1.
-        how: see above.
-        alpha: > 0; the smaller, the more the devices' classes differ.
-        sensitive: share of each device's training samples that is marked, in [0, 1], equal for all its classes; with
-            `marks` "classes", the share of its classes whose training samples are all marked.
+        how: see above. Marks are equal for all classes of a device (scmoe_pfl.md section 3, way 4), or all of so many
+            classes (way 2). Groups are 1 to 4 turns, 1 to C groups of classes, or 1 to N codes: 1 for all devices, 5
+            for every fifth. With fewer than 20 samples, most devices have one to three test samples.
         seed: of all draws.
-        n_groups: 1 to 4 turns, 1 to C groups of classes, or 1 to N codes: 1 for all devices, 5 for every fifth.
-        groups: see above.
-        shards: >= 1.
-        iid_share: in [0, 1].
-        sizes: quantity skew (`partitioners.relative_sizes`), for dirichlet, groups and iid.
-        size_spread: its strength, in [0, 5].
-        marks: what `sensitive` is a share of (scmoe_pfl.md section 3, ways 4 and 2).
-        min_samples: per device, >= 4; below 20, most devices have one to three test samples.
         milder: records the number of draws and of moved samples.
 
     Raises:
-        ConfigError: too few samples for so many devices, images that cannot be turned, no people, or an argument out of
-            range.
+        ConfigError: too few samples for so many devices, images that cannot be turned, no people, or settings that do
+            not go together.
     """
-    if n_devices < 1 or not alpha > 0 or not 0 <= sensitive <= 1 or min_samples < FEWEST:
+    if how.partition == "generated":
+        from fedge.tasks.generated import Generated
+
+        return list(Generated(pool, n_devices, how, seed=seed).values())
+    most = {"rotation": 4, "labels": pool.spec.n_classes, "codes": n_devices}[how.groups]
+    n_groups = how.n_groups if how.partition == "groups" else 1
+    if not 1 <= n_groups <= most:
+        raise ConfigError(f"{n_devices} devices can be in 1 to {most} groups by {how.groups}, not in {n_groups}")
+    if how.sizes != "equal" and how.partition in {"shards", "natural"}:
         raise ConfigError(
-            f"a partition needs devices >= 1, alpha > 0, sensitive in [0, 1] and {FEWEST} samples a device or more"
+            f"the sizes of {how.partition} devices are given: quantity skew is for dirichlet, groups and iid"
         )
-    most = {"rotation": 4, "labels": pool.spec.n_classes, "codes": n_devices}[groups]
-    if how == "groups" and not 1 <= n_groups <= most:
-        raise ConfigError(f"{n_devices} devices can be in 1 to {most} groups by {groups}, not in {n_groups}")
-    if shards < 1 or not 0 <= iid_share <= 1 or not 0 <= size_spread <= MOST_SPREAD:
-        raise ConfigError("a partition needs shards >= 1, an equal share in [0, 1], a spread of sizes in [0, 5]")
-    if sizes != "equal" and how in {"shards", "natural"}:
-        raise ConfigError(f"the sizes of {how} devices are given: quantity skew is for dirichlet, groups and iid")
-    if len(pool.y) < min_samples * n_devices:
-        raise ConfigError(f"{len(pool.y)} samples are too few for {n_devices} devices: each needs {min_samples}")
+    if len(pool.y) < how.min_samples * n_devices:
+        raise ConfigError(f"{len(pool.y)} samples are too few for {n_devices} devices: each needs {how.min_samples}")
     rng = np.random.default_rng(seed)
     units = units_of(pool.y, pool.block)
-    group_of = np.arange(n_devices) % n_groups if how == "groups" else np.zeros(n_devices, np.int64)
-    if how == "natural":
+    group_of = np.arange(n_devices) % n_groups
+    if how.partition == "natural":
         if pool.user is None:
             raise ConfigError(f"the samples of {pool.spec.name} do not say which person they come from")
-        owners = partitioners.by_user(pool.user, n_devices, rng, least=min_samples)
+        owners = partitioners.by_user(pool.user, n_devices, rng, least=how.min_samples)
         _require_blocks(units, owners, n_devices)
     else:
-        weights = partitioners.relative_sizes(n_devices, sizes, size_spread, rng)
+        weights = partitioners.relative_sizes(n_devices, how.sizes, how.size_spread, rng)
         own_classes = False
-        if how == "shards":
-            dealt = partitioners.shards(units, n_devices, shards, iid_share, rng)
-        elif how == "iid":
+        if how.partition == "shards":
+            dealt = partitioners.shards(units, n_devices, how.shards, how.iid_share, rng)
+        elif how.partition == "iid":
             dealt = partitioners.evenly(units, weights, rng)
         else:
-            portions = _portions(group_of, weights, pool.spec.n_classes, groups)
+            portions = _portions(group_of, weights, pool.spec.n_classes, how.groups)
             own_classes = bool((portions == 0).any())
-            dealt = partitioners.by_label(units, portions, group_of, weights, alpha, rng, milder, least=min_samples)
-        dealt = partitioners.filled_up(units, dealt, group_of, rng, milder, own_classes=own_classes, least=min_samples)
+            least = how.min_samples
+            dealt = partitioners.by_label(units, portions, group_of, weights, how.alpha, rng, milder, least=least)
+        dealt = partitioners.filled_up(
+            units, dealt, group_of, rng, milder, own_classes=own_classes, least=how.min_samples
+        )
         owners = dealt[units.of_sample]
-    turns = group_of if groups == "rotation" else np.zeros_like(group_of)
-    dealt_out = [pool.take(np.flatnonzero(owners == device)) for device in range(n_devices)]
+    turns = group_of if how.groups == "rotation" else np.zeros_like(group_of)
     shares = [
-        made_of(own, int(group), int(turn), sensitive, marks, rng)
-        for own, group, turn in zip(dealt_out, group_of, turns, strict=True)
+        made_of(pool.take(np.flatnonzero(owners == device)), int(group_of[device]), int(turns[device]), how, rng)
+        for device in range(n_devices)
     ]
-    if how == "groups" and groups == "codes":
+    if how.partition == "groups" and how.groups == "codes":
         codes = np.random.default_rng((seed, _CODES))
         return [_renamed(s, codes.permutation(pool.spec.n_classes)) if s.group == 0 else s for s in shares]
     return shares
@@ -216,7 +294,7 @@ def _portions(group_of: Ints, weights: NDArray[np.float64], n_classes: int, grou
     return portions
 
 
-def made_of(own: Pool, group: int, turns: int, sensitive: float, marks: Marks, rng: np.random.Generator) -> Share:
+def made_of(own: Pool, group: int, turns: int, how: Partitioning, rng: np.random.Generator) -> Share:
     """The samples of one device, in three parts; blocks stay whole. `turns`: of its camera, by 90 degrees."""
     units = units_of(own.y, own.block)
     is_test = _marked(units, round(TEST_SHARE * len(units.y)), rng)
@@ -224,7 +302,7 @@ def made_of(own: Pool, group: int, turns: int, sensitive: float, marks: Marks, r
     units = units_of(rest.y, rest.block)
     is_val = _marked(units, n_validation(len(units.y)), rng)
     validation, train = rest.take(np.flatnonzero(is_val)), rest.take(np.flatnonzero(~is_val))
-    marked = _sensitive(train.y, sensitive, marks, rng)
+    marked = _sensitive(train.y, how, rng)
     x_train, x_val, x_test = (_turn(own, part.x, turns) for part in (train, validation, test))
     return Share(
         x_train=x_train,
@@ -233,8 +311,8 @@ def made_of(own: Pool, group: int, turns: int, sensitive: float, marks: Marks, r
         x_val=x_val,
         y_val=validation.y,
         sensitive_val=(
-            _sensitive(validation.y, sensitive, marks, rng.spawn(1)[0])  # a stream of its own: all else stays as it was
-            if marks == "samples"
+            _sensitive(validation.y, how, rng.spawn(1)[0])  # a stream of its own: all else stays as it was
+            if how.marks == "samples"
             else np.isin(validation.y, train.y[marked])
         ),
         x_test=x_test,
@@ -243,12 +321,12 @@ def made_of(own: Pool, group: int, turns: int, sensitive: float, marks: Marks, r
     )
 
 
-def _sensitive(y: Ints, share: float, marks: Marks, rng: np.random.Generator) -> NDArray[np.bool_]:
+def _sensitive(y: Ints, how: Partitioning, rng: np.random.Generator) -> NDArray[np.bool_]:
     """Training samples (n,) of so many, evenly over the classes, or all of so many classes, drawn by lot."""
-    if marks == "samples":
-        return _marked(units_of(y, None), round(share * len(y)), rng)
+    if how.marks == "samples":
+        return _marked(units_of(y, None), round(how.sensitive * len(y)), rng)
     classes = rng.permutation(np.unique(y))
-    return np.isin(y, classes[: round(share * len(classes))])
+    return np.isin(y, classes[: round(how.sensitive * len(classes))])
 
 
 def _renamed(share: Share, code: Ints) -> Share:

@@ -10,7 +10,7 @@ import pytest
 
 from coordinator.ray import ray, resources_of_actors
 from coordinator.simulation.run import simulate
-from coordinator.simulation.settings import Engine, Running, Scenario
+from coordinator.simulation.settings import Running, Scenario
 from fedge.errors import ConfigError
 from fedge.loading import hold
 from fedge.processor import Processor
@@ -22,7 +22,7 @@ def test_what_lives_in_this_process_alone_cannot_go_to_ray(tmp_path: Path) -> No
     task = Task.from_arrays(x, y)
     scenario = Scenario(task=hold(task), devices=2, rounds=1)
     with pytest.raises(ConfigError, match="write it into a module"):
-        simulate(scenario, "fedavg", {}, 0, tmp_path, lambda _: None, "", Running(engine=Engine.RAY))
+        simulate(scenario, "fedavg", {}, 0, tmp_path, lambda _: None, "", Running(engine="ray"))
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_actors_share_the_gpus(
 def test_cuda_is_refused_where_the_cluster_has_no_gpu(tmp_path: Path) -> None:
     scenario = Scenario(samples=200, devices=2, rounds=1, train_on=Processor.CUDA)
     with pytest.raises(ConfigError, match="the Ray cluster has no GPU"):
-        simulate(scenario, "fedavg", {}, 0, tmp_path, lambda _: None, "", Running(engine=Engine.RAY))
+        simulate(scenario, "fedavg", {}, 0, tmp_path, lambda _: None, "", Running(engine="ray"))
 
 
 @pytest.mark.process

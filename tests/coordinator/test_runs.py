@@ -63,3 +63,18 @@ def test_another_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / runs.FILE).write_text("{}")
     with pytest.raises(ConfigError, match="cannot be read"):
         runs.read(tmp_path)
+
+
+def test_old_results_are_not_mixed_with_new(tmp_path: Path) -> None:
+    assert runs.new_folder(tmp_path / "a" / "b", "demo").is_dir()
+    (tmp_path / "a" / "b" / "file").touch()
+    with pytest.raises(ConfigError, match="not empty"):
+        runs.new_folder(tmp_path / "a" / "b", "demo")
+
+
+def test_a_folder_that_nobody_named_has_the_name_of_the_command_and_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert runs.named_by_time("compare").name.startswith("fedge-compare-2")
+    assert runs.new_folder(None, "demo").name.startswith("fedge-demo-2")

@@ -11,7 +11,7 @@ import pytest
 from methods.fedbn import write_cameras
 
 from coordinator.simulation.run import simulate
-from coordinator.simulation.settings import Partition, Scenario
+from coordinator.simulation.settings import Scenario
 from edge_agent.device import PERSONAL, Kept, decoded, newest
 from fedge import codec, models
 from fedge.broker import LocalBroker
@@ -38,7 +38,7 @@ def test_ahead_of_fedavg_where_contrast_and_inversion_differ(tmp_path: Path) -> 
         task="arrays",
         data=tmp_path / "all.npz",
         model="methods.fedbn:network",
-        partition=Partition.NATURAL,
+        partition="natural",
         rounds=10,
         hardware="none",
     )

@@ -27,7 +27,7 @@ from edge_agent.worker import Worker
 from fedge.broker import LocalBroker
 from fedge.models import initial
 from fedge.sgd import Sgd
-from fedge.tasks import device_data, partition, pool, task_spec, write_share
+from fedge.tasks import Partitioning, device_data, partition, pool, task_spec, write_share
 from fedge.tensors import unflatten
 from tests.support.broker import local_broker
 
@@ -49,7 +49,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture
 def shares(tmp_path: Path) -> dict[str, Path]:
     paths = {device: tmp_path / f"{device}.npz" for device in DEVICES}
-    dealt = partition(pool("digits", seed=SEED), len(DEVICES), how="dirichlet", alpha=1.0, sensitive=0.3, seed=SEED)
+    dealt = partition(pool("digits", seed=SEED), len(DEVICES), Partitioning(sensitive=0.3), seed=SEED)
     for share, path in zip(dealt, paths.values(), strict=True):
         write_share(share, path)
     return paths

@@ -31,7 +31,7 @@ from fedge.ledger import lines
 from fedge.messages import Context, Status, decode
 from fedge.sgd import Sgd
 from fedge.step import Reveals
-from fedge.tasks import Pool, device_data, partition, pool, share_data
+from fedge.tasks import Partitioning, Pool, device_data, partition, pool, share_data
 from fedge.tensors import unflatten
 from fedge.topics import Topics
 from fedge.transport import BrokerSettings, Inbound, Transport
@@ -63,7 +63,7 @@ def samples() -> Pool:
 def test_a_run_ends_without_what_owners_withhold_and_every_device_has_a_bundle(
     method: str, who: str, samples: Pool, tmp_path: Path
 ) -> None:
-    shares = partition(samples, 4, how="groups", alpha=1.0, sensitive=0.2, seed=1, n_groups=2)
+    shares = partition(samples, 4, Partitioning(partition="groups", sensitive=0.2, n_groups=2), seed=1)
     layout, first = models.initial(samples.spec, 1)
     workers = {
         f"d{i}": Worker(f"d{i}", samples.spec, share_data(samples.spec, share), tmp_path / f"d{i}")

@@ -17,7 +17,7 @@ from fedge import bundle
 from fedge.broker import LocalBroker
 from fedge.bundle import PoolInfo
 from fedge.egress import ALL
-from fedge.tasks import device_data, partition, pool, write_share
+from fedge.tasks import Partitioning, device_data, partition, pool, write_share
 from tests.support.agents import agents
 from tests.support.oracle import by_torch
 
@@ -46,7 +46,7 @@ FEWEST_RIGHT = 0.3
 async def test_it_ends_in_bundles_that_predict_like_torch(case: str, mosquitto: LocalBroker, tmp_path: Path) -> None:
     method = case.split(maxsplit=1)[0]
     samples = pool("digits", seed=SEED, limit=700)
-    shares = partition(samples, len(DEVICES), how="dirichlet", alpha=1.0, sensitive=0.3, seed=SEED)
+    shares = partition(samples, len(DEVICES), Partitioning(sensitive=0.3), seed=SEED)
     for device, share in zip(DEVICES, shares, strict=True):
         write_share(share, tmp_path / f"{device}.npz")
     np.savez(tmp_path / "server_data.npz", x=samples.x[:100], y=samples.y[:100])

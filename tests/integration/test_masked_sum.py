@@ -19,7 +19,7 @@ from fedge.messages import Order
 from fedge.step import Action
 from fedge.steps.train_masked import TrainMasked
 from fedge.stopping import Stop, StoppedError
-from fedge.tasks import partition, pool, share_data
+from fedge.tasks import Partitioning, partition, pool, share_data
 from fedge.transport import BrokerSettings
 
 DEVICES = tuple(f"cam{k}" for k in range(6))
@@ -39,7 +39,7 @@ class Losing(Worker):
 
 async def test_the_others_are_summed(one_broker: LocalBroker, tmp_path: Path) -> None:
     samples = pool("digits", limit=240)
-    shares = partition(samples, len(DEVICES), how="dirichlet", alpha=10.0, sensitive=0.0, seed=0)
+    shares = partition(samples, len(DEVICES), Partitioning(alpha=10.0), seed=0)
     settings = CoordinatorSettings(
         broker=f"{one_broker.host}:{one_broker.port}",
         federation="f",

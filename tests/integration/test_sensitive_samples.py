@@ -35,7 +35,7 @@ from fedge.bundle import read
 from fedge.messages import Context, Health, Phase, Report, Status, Want, decode, encode
 from fedge.sgd import Sgd
 from fedge.step import report_of
-from fedge.tasks import DeviceData, Pool, device_data, partition, pool, share_data
+from fedge.tasks import DeviceData, Partitioning, Pool, device_data, partition, pool, share_data
 from fedge.tensors import unflatten
 from fedge.transport import BrokerSettings, Transport
 from fedge.validation import Validation
@@ -120,7 +120,7 @@ def said(method: str, devices: dict[str, DeviceData], samples: Pool, seed: int, 
 
 def check(method: str, seed: int, samples: Pool, folder: Path) -> None:
     """Two runs that differ in sensitive samples alone; noise is drawn from the orders' seeds in both."""
-    shares = partition(samples, 4, how="groups", alpha=1.0, sensitive=0.4, seed=seed, n_groups=2)
+    shares = partition(samples, 4, Partitioning(partition="groups", sensitive=0.4, n_groups=2), seed=seed)
     devices = {f"d{i}": share_data(samples.spec, share) for i, share in enumerate(shares)}
     rng = np.random.default_rng(100 + seed)
     others = {i: other_sensitive(data, rng) for i, data in devices.items()}

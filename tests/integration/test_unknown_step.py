@@ -15,7 +15,7 @@ from edge_agent.agent import Agent, Identity
 from edge_agent.worker import Worker
 from fedge.broker import LocalBroker
 from fedge.step import installed_steps
-from fedge.tasks import device_data, partition, pool, write_share
+from fedge.tasks import Partitioning, device_data, partition, pool, write_share
 from fedge.transport import BrokerSettings
 
 DEVICES = ("cam0", "cam1", "lacking")
@@ -26,7 +26,7 @@ async def test_the_others_learn_and_it_gets_what_they_learned(
     method: str, mosquitto: LocalBroker, tmp_path: Path
 ) -> None:
     samples = pool("digits", seed=5, limit=300)
-    shares = partition(samples, len(DEVICES), how="dirichlet", alpha=10.0, sensitive=0.3, seed=5)
+    shares = partition(samples, len(DEVICES), Partitioning(alpha=10.0, sensitive=0.3), seed=5)
     agents = []
     for device, share in zip(DEVICES, shares, strict=True):
         write_share(share, tmp_path / f"{device}.npz")

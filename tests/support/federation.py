@@ -29,7 +29,7 @@ from fedge.messages import Codec
 from fedge.models import initial
 from fedge.sgd import Sgd
 from fedge.task import TaskSpec
-from fedge.tasks import device_data, partition, pool, task_spec, write_share, write_task
+from fedge.tasks import Partitioning, device_data, partition, pool, task_spec, write_share, write_task
 from fedge.tensors import unflatten
 
 ROOT = Path(__file__).parents[2]
@@ -145,7 +145,7 @@ class Federation:
         self._stack = contextlib.AsyncExitStack()
         write_task(self.task, folder / "task.json")
         samples = pool("digits", seed=SEED, limit=100 * len(self.devices))
-        shares = partition(samples, len(self.devices), how="dirichlet", alpha=10.0, sensitive=0.3, seed=SEED)
+        shares = partition(samples, len(self.devices), Partitioning(alpha=10.0, sensitive=0.3), seed=SEED)
         for device, share in zip(self.devices, shares, strict=True):
             write_share(share, self.data(device))
 

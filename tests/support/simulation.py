@@ -24,7 +24,7 @@ from fedge.bundle import Manifest
 from fedge.messages import BlobRef, Role
 from fedge.models.training import CPU
 from fedge.step import Action
-from fedge.tasks import DeviceData, partition, pool, share_data
+from fedge.tasks import DeviceData, Partitioning, partition, pool, share_data
 from fedge.tasks.partition import Groups
 from fedge.tensors import Layout, Model, unflatten
 from tests.support.orders import manifest_of
@@ -75,7 +75,10 @@ def digits(
     """A fleet, the layout, the initial model, and the true group of each device."""
     samples = pool("digits", seed=seed, limit=limit)
     shares = partition(
-        samples, n, how=how, alpha=alpha, sensitive=sensitive, seed=seed, n_groups=n_groups, groups=groups
+        samples,
+        n,
+        Partitioning(partition=how, alpha=alpha, sensitive=sensitive, n_groups=n_groups, groups=groups),
+        seed=seed,
     )
     task = samples.spec if model == "mlp" else msgspec.structs.replace(samples.spec, model=model, model_options={})
     layout, first = models.initial(task, seed)

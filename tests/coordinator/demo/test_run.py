@@ -4,10 +4,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from coordinator.demo.baselines import best_expert
 from coordinator.demo.processes import ProcessError
 from coordinator.demo.run import (
     _coordinator_flags,
-    best_expert,
     broker_of,
     curve_of,
     deal,

@@ -22,7 +22,7 @@ from fedge.steps.describe_labels import DescribeLabels, LabelsDescribed
 from fedge.steps.train import Start, Train, Trained
 from fedge.steps.trial import Trial, Tried
 from fedge.stopping import Stop, never
-from fedge.tasks import partition, pool, share_data
+from fedge.tasks import Partitioning, partition, pool, share_data
 from fedge.tensors import HEAD, Model, to_bytes, unflatten
 from fedge.weights import with_network
 from tests.support.simulation import digits
@@ -83,7 +83,7 @@ async def test_what_is_frozen_is_downloaded_once(tmp_path, monkeypatch) -> None:
     (tmp_path / "w.safetensors").write_bytes(to_bytes(unflatten(model, layout)))
     task = with_network(samples.spec, "cnn", tmp_path / "w.safetensors", "head")
     layout, model = initial(task, 0)
-    (share,) = partition(samples, 1, how="iid", alpha=1.0, sensitive=0.0, seed=0)
+    (share,) = partition(samples, 1, Partitioning(partition="iid"), seed=0)
     fleet = SimulatedFleet(task, layout, {"d": Worker("d", task, share_data(task, share), tmp_path / "d")}, seed=0)
     refs = [fleet.put(unflatten(Model(model.params + k, model.buffers, model.counters), layout)) for k in range(3)]
     for k, ref in enumerate(refs):

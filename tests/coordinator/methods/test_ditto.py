@@ -15,7 +15,7 @@ from edge_agent.worker import Worker
 from fedge.messages import Codec, Role
 from fedge.models import initial
 from fedge.sgd import Sgd
-from fedge.tasks import partition, pool, share_data
+from fedge.tasks import Partitioning, partition, pool, share_data
 from fedge.tensors import unflatten
 from tests.support.orders import roles_of
 from tests.support.simulation import digits
@@ -62,7 +62,7 @@ async def test_it_splits_nothing_and_takes_a_network_without_a_head(tmp_path: Pa
     samples = pool("digits", seed=0, limit=200)
     spec = msgspec.structs.replace(samples.spec, model="tests.support.networks:without_bias", model_options={})
     layout, first = initial(spec, 0)
-    shares = enumerate(partition(samples, 2, how="iid", alpha=1.0, sensitive=0.3, seed=0))
+    shares = enumerate(partition(samples, 2, Partitioning(partition="iid", sensitive=0.3), seed=0))
     workers = {f"d{k}": Worker(f"d{k}", spec, share_data(spec, share), tmp_path / f"d{k}") for k, share in shares}
     fleet = SimulatedFleet(spec, layout, workers, seed=0)
     method = Ditto(settings())

@@ -31,7 +31,7 @@ from coordinator.selection import ccmab
 from coordinator.simulation.outcome import RunOutcome
 from coordinator.simulation.rounds import run
 from coordinator.simulation.run import simulate
-from coordinator.simulation.settings import Hardware, Partition, Scenario
+from coordinator.simulation.settings import Scenario
 from edge_agent.candidates import Fitted
 from edge_agent.evaluation import final_prior
 from edge_agent.steps.describe_labels import label_feature
@@ -198,7 +198,7 @@ async def test_devices_without_groups_are_not_split_whatever_their_label_skew(tm
 
 def test_on_equal_devices_it_is_the_momentum_method_with_or_without_prior(tmp_path) -> None:
     """Section 16, property 10; 300 test samples: one standard error is about a point and a half."""
-    kind = {"partition": Partition.IID, "hardware": Hardware.NONE, "evaluate_every": 99}
+    kind = {"partition": "iid", "hardware": "none", "evaluate_every": 99}
     equal = Scenario(devices=10, samples=1200, rounds=10, **kind)
 
     def outcome(method: str) -> RunOutcome:

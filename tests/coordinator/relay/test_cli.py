@@ -29,7 +29,7 @@ from fedge.identity import Role
 from fedge.messages import BlobRef, Codec
 from fedge.models import initial
 from fedge.sgd import Sgd
-from fedge.tasks import DeviceData, partition, pool, share_data
+from fedge.tasks import DeviceData, Partitioning, partition, pool, share_data
 from fedge.tensors import Layout, Tensors, from_bytes, unflatten
 from tests.support.agents import agents
 from tests.support.broker import local_broker
@@ -49,7 +49,7 @@ CASES = [
 
 
 def devices() -> dict[str, DeviceData]:
-    shares = partition(SAMPLES, len(NAMES), how="dirichlet", alpha=10.0, sensitive=0.2, seed=0)
+    shares = partition(SAMPLES, len(NAMES), Partitioning(alpha=10.0, sensitive=0.2), seed=0)
     return {name: share_data(SAMPLES.spec, share) for name, share in zip(NAMES, shares, strict=True)}
 
 

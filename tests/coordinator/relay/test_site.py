@@ -21,7 +21,7 @@ from fedge import codec
 from fedge.broker import LocalBroker
 from fedge.messages import BlobRef, Codec, Order
 from fedge.stopping import never
-from fedge.tasks import partition, pool, share_data, task_spec
+from fedge.tasks import Partitioning, partition, pool, share_data, task_spec
 from fedge.tensors import Layout, TensorInfo, digest_of, from_bytes
 from fedge.transport import BrokerSettings
 from tests.support.agents import agents
@@ -91,7 +91,7 @@ def test_what_is_lost_is_named_and_left_out(site: Site) -> None:
 
 async def test_a_new_run_does_not_make_devices_disappear(one_broker: LocalBroker, tmp_path: Path) -> None:
     """Else the coordinator above takes them for gone, and begins rounds without them."""
-    data = share_data(SAMPLES.spec, partition(SAMPLES, 1, how="dirichlet", alpha=1.0, sensitive=0.2, seed=0)[0])
+    data = share_data(SAMPLES.spec, partition(SAMPLES, 1, Partitioning(sensitive=0.2), seed=0)[0])
     address = BrokerSettings(one_broker.host, one_broker.port)
     site = Site(address, "all", tmp_path / "relay", SAMPLES.spec, lambda *_: None)
     seen: set[int] = set()

@@ -18,7 +18,7 @@ from coordinator.simulation import compare as module
 from coordinator.simulation.compare import Comparison, compare, methods_of, seeds_of, spread, together
 from coordinator.simulation.outcome import Cost, RunOutcome
 from coordinator.simulation.report import of_comparison, write_results
-from coordinator.simulation.settings import CompareSettings, Marks, Scenario
+from coordinator.simulation.settings import CompareSettings, Scenario
 from fedge.errors import ConfigError, StoreError
 from tests.support.comparison import a_comparison, a_run
 
@@ -89,15 +89,15 @@ def test_mistakes_are_found_before_anything_runs(changes: dict[str, str], words:
     assert not (tmp_path / "out").exists()
 
 
-def run_again(out: Path, **changes: object) -> tuple[Comparison, list[tuple[str, int]]]:
-    told: list[tuple[str, int]] = []
+def run_again(out: Path, **changes: object) -> tuple[Comparison, list[str]]:
+    told: list[str] = []
     settings = CompareSettings(**(SMALL | {"methods": "fedavg,local", "seeds": "0"} | changes))
-    return compare(settings, out, lambda done, wanted, run: told.append((run.method, done))), told
+    return compare(settings, out, told.append), told
 
 
 def test_finished_runs_are_kept_and_others_done(tmp_path: Path) -> None:
     first, told = run_again(tmp_path)
-    assert sorted(told) == [("fedavg", 1), ("local", 2)]
+    assert [line.split()[:2] for line in told] == [["1/2", "fedavg"], ["2/2", "local"]]
     files = {file: file.stat().st_mtime_ns for file in (tmp_path / "runs").iterdir()}
     assert len(files) == 2
     more, _ = run_again(tmp_path, methods="local,fedavg", seeds="1,0")
@@ -140,7 +140,7 @@ def test_runs_with_different_settings_never_share_a_file() -> None:
     scenario = Scenario(devices=40, alpha=0.1, rounds=3)
     name = module._Run(scenario=scenario, method="fedavg", seed=0).name
     assert name.startswith("fedavg-0-")
-    for changes in ({"down": "float32"}, {"marks": Marks.CLASSES}, {"late_joiners": 1}, {"alpha": 0.2}):
+    for changes in ({"down": "float32"}, {"marks": "classes"}, {"late_joiners": 1}, {"alpha": 0.2}):
         other = msgspec.structs.replace(scenario, **changes)
         assert module._Run(scenario=other, method="fedavg", seed=0).name != name
 
@@ -215,6 +215,6 @@ def test_a_method_that_cannot_be_had_is_refused_before_the_others_have_run(tmp_p
     ran: list[str] = []
     settings = CompareSettings(methods="local,fedcoe", seeds="0", global_test=0.0, **SMALL)
     with pytest.raises(ConfigError, match=r"^fedcoe: .*--server-data"):
-        compare(settings, tmp_path / "out", lambda _, __, outcome: ran.append(outcome.method))
+        compare(settings, tmp_path / "out", ran.append)
     assert not ran
     assert not (tmp_path / "out").exists()

@@ -4,15 +4,13 @@ import numpy as np
 import pytest
 
 from coordinator.simulation import plots
-from coordinator.simulation.plots import by_bytes, by_round, by_seconds, common_points, floor_of
+from coordinator.simulation.plots import common_points, curves, floor_of
 from tests.support.comparison import a_comparison, a_run
 
 
-@pytest.mark.parametrize(
-    ("plot", "label"), [(by_round, "round"), (by_bytes, "MB up and down"), (by_seconds, "simulated seconds")]
-)
-def test_a_line_for_each_method_in_the_colours_of_the_page(plot, label: str) -> None:
-    svg = plot(a_comparison(10).runs)
+@pytest.mark.parametrize("label", ["round", "MB up and down", "simulated seconds"])
+def test_a_line_for_each_method_in_the_colours_of_the_page(label: str) -> None:
+    svg = curves(a_comparison(10).runs, label)
     assert svg.startswith("<svg")
     assert f">{label}</text>" in svg
     for k in range(10):
@@ -24,14 +22,14 @@ def test_a_line_for_each_method_in_the_colours_of_the_page(plot, label: str) -> 
 
 def test_one_seed_and_a_method_without_traffic_can_be_drawn() -> None:
     still = [a_run("local", curve=a_run().curve[:1])]
-    assert "local" in by_bytes(still)
+    assert "local" in curves(still, "MB up and down")
 
 
 def test_a_seed_that_ended_early_is_drawn_with_the_others() -> None:
     whole = a_run("fedepc", 0).curve
     early = (*whole[:2], whole[3])
     assert [[point.round for point in curve] for curve in common_points([whole, early])] == [[0, 10, 30]] * 2
-    assert "fedepc" in by_round([a_run("fedepc", 0), a_run("fedepc", 1, curve=early)])
+    assert "fedepc" in curves([a_run("fedepc", 0), a_run("fedepc", 1, curve=early)])
 
 
 @pytest.mark.parametrize(
@@ -42,7 +40,7 @@ def test_the_axis_begins_below_the_lowest_end(final: list[float], floor: float) 
 
 
 def test_outside_a_page_colours_are_fixed() -> None:
-    svg = plots.without_a_page(by_round(a_comparison(10).runs))
+    svg = plots.without_a_page(curves(a_comparison(10).runs))
     assert "var(" not in svg
     assert plots.light_colours()["--cluster-0"] in svg
 

@@ -12,24 +12,23 @@ from coordinator.simulation.compare import together
 from coordinator.simulation.outcome import Cost
 from coordinator.simulation.report import (
     axis,
-    comparison_page,
     cost,
     demo_lead,
-    demo_page,
     headings,
     lead,
     legend_of,
     lines_of,
     of_comparison,
+    of_demo,
+    of_run,
     own_rows,
     row,
-    run_page,
     seed_row,
     setting_of,
     table_of,
     write_results,
 )
-from coordinator.simulation.settings import Groups, Partition, Scenario
+from coordinator.simulation.settings import Scenario
 from tests.support.comparison import a_comparison, a_run
 from tests.support.demo import a_background, an_outcome
 
@@ -50,7 +49,7 @@ def test_the_methods_own_numbers_are_on_the_page() -> None:
     runs = [a_run("m", seed, details={"silhouette": 0.5 + 0.2 * seed, "tau": 0.25}) for seed in (0, 1)]
     found = together(Scenario(), runs, ["m"], (0, 1), "m", None)
     assert own_rows(found) == [("m", "silhouette", "0.60 ±0.14"), ("m", "tau", "0.25 ±0.00")]
-    assert "0.60 ±0.14" in comparison_page(found)
+    assert "0.60 ±0.14" in of_comparison(found).page
     assert own_rows(a_comparison()) == [("–", "–", "–")]
 
 
@@ -69,11 +68,11 @@ def test_late_joiners_have_a_column_where_there_are_any() -> None:
     ("changes", "words"),
     [
         ({}, "Dirichlet, α 1"),
-        ({"partition": Partition.GROUPS, "groups": Groups.LABELS}, "4 groups by labels, α 1"),
-        ({"partition": Partition.SHARDS, "iid_share": 0.2}, "2 shards, 20% dealt evenly"),
-        ({"partition": Partition.NATURAL}, "people"),
-        ({"partition": Partition.IID}, "no skew"),
-        ({"partition": Partition.GENERATED}, "made by number, turned in 4 groups, α 1"),
+        ({"partition": "groups", "groups": "labels"}, "4 groups by labels, α 1"),
+        ({"partition": "shards", "iid_share": 0.2}, "2 shards, 20% dealt evenly"),
+        ({"partition": "natural"}, "people"),
+        ({"partition": "iid"}, "no skew"),
+        ({"partition": "generated"}, "made by number, turned in 4 groups, α 1"),
     ],
 )
 def test_the_setting_in_words(changes: dict, words: str) -> None:
@@ -115,7 +114,7 @@ def test_the_page_needs_nothing_else(tmp_path: Path) -> None:
     assert page.open == []
     assert all(target.startswith("#") for target in page.loads)
     assert text.count("<svg") == 3
-    assert text == comparison_page(comparison)
+    assert text == of_comparison(comparison).page
     for method in comparison.methods:
         assert all(cell in text for cell in (*row(method), *seed_row(method)))
     assert "$" not in text
@@ -134,7 +133,7 @@ def test_what_minimum_sizes_took_is_said_by_seed() -> None:
     found = together(Scenario(), runs, ["m", "n"], tuple(took), "m", None)
     text = "enough samples: seed 1: 7 draws, 0 samples moved; seed 2: 100 draws, 15 samples moved."
     assert text in lead(found)
-    assert text in comparison_page(found)
+    assert text in of_comparison(found).page
     assert text in legend_of(found)
     for silent in (a_comparison(2), together(Scenario(), [a_run("m", 0, **took[0])], ["m"], (0,), "m", None)):
         assert "than requested" not in lead(silent) + legend_of(silent), "not needed, or of a folder that does not say"
@@ -173,21 +172,21 @@ def test_a_single_run_in_lines() -> None:
 
 def test_every_table_of_a_page_can_be_scrolled_by_itself() -> None:
     outcome = a_run()
-    run = run_page(outcome, Scenario(), lines_of(outcome, None, None))
-    for text in (comparison_page(a_comparison(3)), demo_page(an_outcome(), a_background()), run):
+    run = of_run(outcome, Scenario()).page
+    for text in (of_comparison(a_comparison(3)).page, of_demo(an_outcome(), a_background()).page, run):
         assert text.count("<table>") == text.count('<div class="scroll"><table>') > 0
 
 
 @pytest.mark.parametrize(("accuracy", "words"), [(0.8, "begins at 70%"), (0.15, "begins at zero")])
 def test_the_caption_says_where_the_axis_begins(accuracy: float, words: str) -> None:
     found = together(Scenario(), [a_run("m", 0, accuracy)], ["m"], (0,), "m", None)
-    assert words in comparison_page(found)
+    assert words in of_comparison(found).page
     assert words in axis(plots.floor_of([accuracy]))
 
 
 def test_the_report_of_a_run_has_its_figures_its_curves_and_its_devices() -> None:
     outcome = a_run()
-    text = run_page(outcome, Scenario(), lines_of(outcome, None, None))
+    text = of_run(outcome, Scenario()).page
     page = Page()
     page.feed(text)
     assert page.open == []
@@ -205,7 +204,7 @@ def test_a_notebook_shows_the_table_and_the_curves() -> None:
 
 
 def test_the_report_of_a_demo_needs_nothing_from_outside() -> None:
-    html = demo_page(an_outcome(), a_background())
+    html = of_demo(an_outcome(), a_background()).page
     assert "http" not in html
     assert not re.search(r"<script|<link|@import|\ssrc=", html)
     assert html.count("<svg") == 4
@@ -213,7 +212,7 @@ def test_the_report_of_a_demo_needs_nothing_from_outside() -> None:
 
 
 def test_it_holds_every_figure_of_every_device() -> None:
-    html = demo_page(an_outcome(), a_background())
+    html = of_demo(an_outcome(), a_background()).page
     for cells in (
         "<td>camera-00</td><td>80</td><td>30</td><td>0</td><td>50.0</td><td>60.0</td><td>70.0</td><td>80.0</td><td>90.0</td>",
         "<td>camera-03</td><td>83</td><td>30</td><td>1</td><td>47.0</td><td>57.0</td><td>67.0</td><td>77.0</td><td>87.0</td>",
@@ -224,7 +223,7 @@ def test_it_holds_every_figure_of_every_device() -> None:
 
 
 def test_plots_take_their_colours_from_the_page() -> None:
-    html = demo_page(an_outcome(), a_background())
+    html = of_demo(an_outcome(), a_background()).page
     plots = "".join(re.findall(r"<svg.*?</svg>", html, flags=re.DOTALL))
     assert not re.search(r"(fill|stroke): #", plots)
     used = set(re.findall(r"var\((--[a-z0-9-]+)\)", html))
@@ -247,13 +246,13 @@ def test_a_history_without_any_measurement_is_an_empty_plot() -> None:
 
 
 def test_what_comes_from_a_user_is_text_not_markup() -> None:
-    html = demo_page(an_outcome(task="<script>alert(1)</script>"), a_background())
+    html = of_demo(an_outcome(task="<script>alert(1)</script>"), a_background()).page
     assert "<script>" not in html
 
 
 def test_a_method_without_updates_to_compare_has_no_map() -> None:
-    outcome = an_outcome(split=False, clusters={}, selection={"camera-00": 1})
-    html = demo_page(outcome, a_background(places=None, ids=()))
+    outcome = an_outcome(split=False, clusters={}, selection=dict.fromkeys(an_outcome().selection, 1))
+    html = of_demo(outcome, a_background(places=None, ids=())).page
     assert html.count("<svg") == 3
     assert "compares no updates" in html
 

@@ -7,10 +7,10 @@ from coordinator.methods import installed_methods
 from coordinator.simulation.federation import deal
 from coordinator.simulation.outcome import RunOutcome, worst_decile
 from coordinator.simulation.run import simulate
-from coordinator.simulation.settings import Hardware, Partition, Scenario
+from coordinator.simulation.settings import Scenario
 from fedge.errors import ConfigError
 
-SCENARIO = Scenario(devices=4, samples=400, rounds=4, evaluate_every=2, partition=Partition.GROUPS, n_groups=2)
+SCENARIO = Scenario(devices=4, samples=400, rounds=4, evaluate_every=2, partition="groups", n_groups=2)
 
 
 def outcome(tmp_path: Path, method: str = "fedavg", scenario: Scenario = SCENARIO, **options: object) -> RunOutcome:
@@ -81,7 +81,7 @@ def test_the_server_has_samples_of_its_own_where_a_method_needs_them(tmp_path: P
 
 
 def test_without_a_clock_nothing_takes_time(tmp_path: Path) -> None:
-    assert outcome(tmp_path, scenario=msgspec.structs.replace(SCENARIO, hardware=Hardware.NONE)).seconds == 0
+    assert outcome(tmp_path, scenario=msgspec.structs.replace(SCENARIO, hardware="none")).seconds == 0
 
 
 @pytest.mark.parametrize("method", installed_methods())

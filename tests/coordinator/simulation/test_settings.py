@@ -1,5 +1,4 @@
 from pathlib import Path
-from typing import get_args, get_type_hints
 
 import msgspec
 import pytest
@@ -8,18 +7,15 @@ from coordinator.service import CoordinatorSettings
 from coordinator.simulation.settings import (
     CompareSettings,
     DemoSettings,
-    Groups,
-    Partition,
     Scenario,
     Setup,
     SimulationSettings,
-    Sizes,
-    check_partitioning,
 )
 from fedge.config import describe
 from fedge.errors import ConfigError
 from fedge.sgd import Sgd
-from fedge.tasks import partition, partitioners
+from fedge.tasks import partition
+from fedge.tasks.partition import check_partitioning, samples_of
 
 
 def test_the_method_is_told_budget_and_options() -> None:
@@ -61,19 +57,11 @@ def test_a_tenth_of_the_rounds_is_between_two_points() -> None:
     assert Scenario(rounds=30, evaluate_every=7).spacing == 7
 
 
-def test_choices_are_those_of_the_partition() -> None:
-    hints = get_type_hints(partition)
-    assert {p.value for p in Partition} - {"generated"} == set(get_args(hints["how"]))  # its samples are not dealt out
-    assert {g.value for g in Groups} == set(get_args(hints["groups"]))
-    assert {s.value for s in Sizes} == set(get_args(partitioners.Sizes))
-
-
 def test_a_demo_shares_all_but_what_is_simulated() -> None:
     shared = {setting.name: setting for setting in describe(Setup, "x")}
     demo = {setting.name: setting for setting in describe(DemoSettings, "x")}
     assert set(shared) < set(demo)
-    assert DemoSettings(local_steps=3, weight_decay=0.1).for_method(0.5).sgd == Sgd(steps=3, weight_decay=0.1)
-    assert DemoSettings(rounds=7).for_method(0.5).participation == 0.5
+    assert DemoSettings(local_steps=3, weight_decay=0.1).for_method(0, {}).sgd == Sgd(steps=3, weight_decay=0.1)
 
 
 def test_a_demo_of_two_devices_needs_no_third_group() -> None:
@@ -88,3 +76,13 @@ def test_both_commands_share_the_scenario() -> None:
         settings = describe(kind, "x")
         assert shared < {setting.name for setting in settings}
         assert all(setting.help.endswith(".") for setting in settings)
+
+
+def test_a_demo_and_a_simulation_deal_the_same_samples_out_alike() -> None:
+    given = {"samples": 300, "n_groups": 3, "partition": "groups", "sensitive": 0.2}
+    dealt = []
+    for settings in (DemoSettings(**given), Scenario(**given)):
+        samples, apart = samples_of(settings, 1, 0.0)
+        assert len(apart.y) == 0
+        dealt.append([share.y_test.tolist() for share in partition(samples, 4, settings, seed=1)])
+    assert dealt[0] == dealt[1]

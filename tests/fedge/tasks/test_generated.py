@@ -7,17 +7,16 @@ import pytest
 
 from fedge.errors import ConfigError
 from fedge.task import TaskSpec
-from fedge.tasks import Pool
+from fedge.tasks import Partitioning, Pool
 from fedge.tasks.generated import Generated
 
 IMAGES = TaskSpec(name="images", classes=("a", "b", "c"), input_shape=(1, 6, 6), model="mlp")
 X = np.random.default_rng(0).integers(0, 256, (90, 6, 6)).astype(np.uint8)
 
 
-def generated(x: np.ndarray = X, alpha: float = 100.0, **changed: object) -> Generated:
+def generated(x: np.ndarray = X, alpha: float = 100.0, seed: int = 1) -> Generated:
     pool = Pool(x, np.arange(len(x)) % 3, IMAGES)
-    given = {"n_samples": 40, "alpha": alpha, "n_groups": 4, "sensitive": 0.5, "marks": "samples", "seed": 1}
-    return Generated(pool, 1000, **(given | changed))
+    return Generated(pool, 1000, Partitioning(min_samples=40, alpha=alpha, sensitive=0.5), seed=seed)
 
 
 def test_a_device_is_the_same_whenever_it_is_made_and_whoever_makes_it():

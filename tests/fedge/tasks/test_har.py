@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fedge.errors import ConfigError
-from fedge.tasks import partition, pool
+from fedge.tasks import Partitioning, partition, pool
 from fedge.tasks.har import N_SIGNALS, features
 
 
@@ -65,7 +65,7 @@ def test_no_bout_is_torn_between_training_and_test(tmp_path: Path) -> None:
     assert source.block is not None
     numbers = {row.tobytes(): int(block) for row, block in zip(source.x, source.block, strict=True)}
     for how in ("natural", "iid"):
-        for share in partition(source, 3, how=how, alpha=1.0, sensitive=0.0, seed=1):
+        for share in partition(source, 3, Partitioning(partition=how), seed=1):
             parts = [{numbers[row.tobytes()] for row in x} for x in (share.x_train, share.x_val, share.x_test)]
             assert all(parts)
             assert len(set.union(*parts)) == sum(map(len, parts))

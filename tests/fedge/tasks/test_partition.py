@@ -9,10 +9,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from fedge.config import given as from_config
 from fedge.errors import ConfigError
 from fedge.task import TaskSpec
-from fedge.tasks import Pool, Share, device_data, partition, pool, set_apart, share_data, write_share
-from fedge.tasks.partition import MIN_SAMPLES, How
+from fedge.tasks import Partitioning, Pool, Share, device_data, partition, pool, set_apart, share_data, write_share
+from fedge.tasks.partition import MIN_SAMPLES, How, samples_of
 from fedge.tasks.partitioners import Milder, Sizes
 
 
@@ -26,8 +27,9 @@ def numbered(n: int, n_classes: int = 4, side: int = 3) -> Pool:
 
 
 def deal(source: Pool, n_devices: int, **changes: Any) -> list[Share]:
-    options: dict[str, Any] = {"how": "dirichlet", "alpha": 1.0, "sensitive": 0.3, "seed": 0}
-    return partition(source, n_devices, **(options | changes))
+    given: dict[str, Any] = {"sensitive": 0.3, "n_groups": 3, "seed": 0, "milder": None} | changes
+    more = {name: given.pop(name) for name in ("seed", "milder")}
+    return partition(source, n_devices, Partitioning(**given), **more)
 
 
 def labels(share: Share) -> np.ndarray:
@@ -49,7 +51,14 @@ def samples(share: Share) -> np.ndarray:
     sensitive=st.floats(0, 1),
 )
 @example(
-    n_devices=2, alpha=0.05, how="groups", groups="rotation", sizes="log-normal", n_groups=2, seed=3, sensitive=0.0
+    n_devices=2,
+    alpha=0.05,
+    how="groups",
+    groups="rotation",
+    sizes="log-normal",
+    n_groups=2,
+    seed=3,
+    sensitive=0.0,
 )  # a group of one device, and too little for it
 @settings(max_examples=60, deadline=None)
 def test_every_sample_goes_to_one_device_with_its_label(
@@ -57,10 +66,8 @@ def test_every_sample_goes_to_one_device_with_its_label(
 ) -> None:
     source = numbered(400)
     changes: dict[str, Any] = {} if how == "shards" else {"sizes": sizes}
-    shares = deal(
-        *(source, n_devices), how=how, alpha=alpha, groups=groups, n_groups=n_groups, seed=seed, sensitive=sensitive,
-        **changes
-    )  # fmt: skip
+    changes |= {"partition": how, "alpha": alpha, "groups": groups, "n_groups": n_groups, "sensitive": sensitive}
+    shares = deal(source, n_devices, seed=seed, **changes)
     numbers = np.concatenate([samples(share).reshape(-1, 9).max(axis=1) for share in shares])
     assert sorted(numbers.tolist()) == list(range(400))
     assert np.array_equal(np.concatenate([labels(share) for share in shares]), source.y[numbers])
@@ -93,7 +100,7 @@ def test_equal_seeds_give_equal_shares_and_other_seeds_others() -> None:
 
 def test_groups_turn_by_90_degrees_times_the_group() -> None:
     source = numbered(300)
-    shares = deal(source, 7, how="groups")
+    shares = deal(source, 7, partition="groups")
     assert [share.group for share in shares] == [0, 1, 2, 0, 1, 2, 0]
     corners = [(0, 0), (2, 0), (2, 2)]  # where the upper left pixel is after 0, 90 and 180 degrees, counter-clockwise
     for share in shares:
@@ -109,21 +116,22 @@ def test_colour_images_are_turned_in_their_plane(layout: str) -> None:
     x = np.concatenate([grey, grey + 1, grey + 2], axis=1)
     spec = TaskSpec(name="c", classes=("a", "b"), input_shape=(3, 5, 5), model="cnn")
     source = Pool(x if layout == "channels first" else np.moveaxis(x, 1, -1), np.arange(60) % 2, spec)
-    plain, turned = deal(source, 1, how="groups", n_groups=1), deal(source, 2, how="groups", n_groups=2, alpha=1e6)
+    (plain,) = deal(source, 1, partition="groups", n_groups=1)
+    turned = deal(source, 2, partition="groups", n_groups=2, alpha=1e6)
     for share in turned:
         planes = np.moveaxis(samples(share), -1, 1) if layout == "channels last" else samples(share)
         assert (planes[:, 1] == planes[:, 0] + 1).all()
         upright = {plane.tobytes() for plane in np.rot90(planes[:, 0], -share.group, axes=(1, 2))}
         assert upright <= {plane.tobytes() for plane in grey[:, 0]}
-    assert plain[0].group == 0
+    assert plain.group == 0
 
 
 def test_what_cannot_be_turned_is_refused() -> None:
     spec = TaskSpec(name="w", classes=("a", "b"), input_shape=(9, 128), model="mlp")
     windows = Pool(np.zeros((100, 9, 128)), np.arange(100) % 2, spec)
     with pytest.raises(ConfigError, match="not square images"):
-        deal(windows, 3, how="groups")
-    assert len(deal(windows, 3, how="dirichlet")) == 3
+        deal(windows, 3, partition="groups")
+    assert len(deal(windows, 3, partition="dirichlet")) == 3
 
 
 def test_a_large_alpha_deals_evenly_and_a_small_one_does_not() -> None:
@@ -146,7 +154,7 @@ def test_class_shares_follow_the_dirichlet_distribution() -> None:
 
 def test_every_group_gets_its_part_of_each_class() -> None:
     source = numbered(4000)
-    shares = deal(source, 6, how="groups", alpha=0.5)
+    shares = deal(source, 6, partition="groups", alpha=0.5)
     for group in range(3):
         counts = sum(np.bincount(labels(s), minlength=4) for s in shares if s.group == group)
         assert np.abs(counts - np.bincount(source.y) / 3).max() <= 1
@@ -155,7 +163,7 @@ def test_every_group_gets_its_part_of_each_class() -> None:
 def test_label_groups_have_their_own_classes_alone() -> None:
     spec = TaskSpec(name="n", classes=tuple("0123456789"), input_shape=(1,), model="mlp")
     source = Pool(np.zeros((2000, 1)), np.arange(2000) % 10, spec)
-    shares = deal(source, 8, how="groups", groups="labels", n_groups=4)
+    shares = deal(source, 8, partition="groups", groups="labels", n_groups=4)
     own = [{0, 1, 2}, {3, 4, 5}, {6, 7}, {8, 9}]  # fedge.md 15.1
     assert all(set(labels(share).tolist()) <= own[share.group] for share in shares)
     assert [share.group for share in shares] == [0, 1, 2, 3] * 2
@@ -164,7 +172,7 @@ def test_label_groups_have_their_own_classes_alone() -> None:
 @pytest.mark.parametrize("every", [1, 3])
 def test_label_codes_rename_the_classes_of_each_device_of_the_first_group(every: int) -> None:
     source = numbered(600, n_classes=10)
-    shares = deal(source, 6, how="groups", groups="codes", n_groups=every)
+    shares = deal(source, 6, partition="groups", groups="codes", n_groups=every)
     codes = []
     for share in shares:
         true = source.y[samples(share).reshape(-1, 9).max(axis=1)]
@@ -174,7 +182,7 @@ def test_label_codes_rename_the_classes_of_each_device_of_the_first_group(every:
         assert share.group == 0 or all(name == c for c, name in code.items())
         codes += [tuple(code.items())] if share.group == 0 else []
     assert len(set(codes)) == 6 // every, "no two devices agree"
-    plain = deal(source, 6, how="groups", groups="rotation", n_groups=1)
+    plain = deal(source, 6, partition="groups", groups="rotation", n_groups=1)
     if every == 1:
         assert all(np.array_equal(samples(a), samples(b)) for a, b in zip(shares, plain, strict=True))
 
@@ -182,19 +190,19 @@ def test_label_codes_rename_the_classes_of_each_device_of_the_first_group(every:
 def test_people_are_devices() -> None:
     plain = numbered(120)
     source = Pool(plain.x, plain.y, plain.spec, user=np.arange(120) % 3)
-    shares = deal(source, 3, how="natural")
+    shares = deal(source, 3, partition="natural")
     assert [set((samples(share).reshape(-1, 9).max(axis=1) % 3).tolist()) for share in shares] == [{0}, {1}, {2}]
     with pytest.raises(ConfigError, match="do not say which person"):
-        deal(plain, 3, how="natural")
+        deal(plain, 3, partition="natural")
 
 
 def test_people_need_a_block_for_each_of_the_three_parts() -> None:
     x, y, user = np.zeros((60, 1)), np.zeros(60, np.int64), np.repeat([0, 1], 30)
     task = TaskSpec(name="toy", classes=("a",), input_shape=(1,), model="mlp")
-    shares = deal(Pool(x, y, task, user, np.arange(60) // 10), 2, how="natural")
+    shares = deal(Pool(x, y, task, user, np.arange(60) // 10), 2, partition="natural")
     assert [(len(s.y_train), len(s.y_val), len(s.y_test)) for s in shares] == [(10, 10, 10)] * 2
     with pytest.raises(ConfigError, match="samples are in 2 blocks, a device needs 3"):
-        deal(Pool(x, y, task, user, np.arange(60) // 15), 2, how="natural")
+        deal(Pool(x, y, task, user, np.arange(60) // 15), 2, partition="natural")
 
 
 @given(share=st.floats(0, 0.9), turns=st.integers(1, 4), seed=st.integers(0, 100))
@@ -244,19 +252,11 @@ def test_samples_are_moved_only_when_draws_do_not_help_and_both_is_said(
     ("n_devices", "changes", "message"),
     [
         (11, {}, "200 samples are too few for 11 devices"),
-        (0, {}, "devices >= 1"),
-        (2, {"alpha": 0.0}, "alpha > 0"),
-        (2, {"alpha": float("nan")}, "alpha > 0"),
-        (2, {"sensitive": 1.1}, "sensitive"),
-        (9, {"how": "groups", "n_groups": 5}, "9 devices can be in 1 to 4 groups by rotation, not in 5"),
-        (9, {"how": "groups", "n_groups": 11, "groups": "labels"}, "1 to 4 groups by labels, not in 11"),
-        (3, {"how": "groups", "n_groups": 4, "groups": "codes"}, "1 to 3 groups by codes"),
-        (2, {"shards": 0}, "shards >= 1"),
-        (2, {"iid_share": 1.1}, "equal share"),
-        (2, {"how": "shards", "shards": 101}, "200 samples or blocks cannot be cut into 2 x 101 shards"),
-        (2, {"size_spread": 1e9}, "spread of sizes in"),
-        (2, {"size_spread": float("nan")}, "spread of sizes in"),
-        (2, {"how": "shards", "sizes": "power-law"}, "quantity skew is for"),
+        (9, {"partition": "groups", "n_groups": 5}, "9 devices can be in 1 to 4 groups by rotation, not in 5"),
+        (9, {"partition": "groups", "n_groups": 11, "groups": "labels"}, "1 to 4 groups by labels, not in 11"),
+        (3, {"partition": "groups", "n_groups": 4, "groups": "codes"}, "1 to 3 groups by codes"),
+        (2, {"partition": "shards", "shards": 101}, "200 samples or blocks cannot be cut into 2 x 101 shards"),
+        (2, {"partition": "shards", "sizes": "power-law"}, "quantity skew is for"),
     ],
 )
 def test_impossible_partitions_are_refused(n_devices: int, changes: dict[str, Any], message: str) -> None:
@@ -264,10 +264,22 @@ def test_impossible_partitions_are_refused(n_devices: int, changes: dict[str, An
         deal(numbered(200), n_devices, **changes)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("devices", 0), ("alpha", 0.0), ("alpha", float("nan")), ("sensitive", 1.1), ("min_samples", 3)),
+        *(("shards", 0), ("iid_share", 1.1), ("size_spread", 1e9), ("size_spread", float("nan"))),
+    ],
+)
+def test_settings_out_of_range_are_refused_before_anything_is_dealt(name: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=f"{name}: [Ee]xpected"):
+        from_config(Partitioning, {name: value})
+
+
 @pytest.mark.parametrize("sizes", ["log-normal", "power-law"])
 @pytest.mark.parametrize("how", ["dirichlet", "iid", "groups"])
 def test_the_widest_spread_of_sizes_still_deals(sizes: Sizes, how: How) -> None:
-    shares = deal(numbered(600), 9, how=how, sizes=sizes, size_spread=5.0)
+    shares = deal(numbered(600), 9, partition=how, sizes=sizes, size_spread=5.0)
     assert sum(len(s.y_train) + len(s.y_val) + len(s.y_test) for s in shares) == 600
     assert min(len(s.y_train) for s in shares) > 0
 
@@ -276,12 +288,12 @@ def test_a_group_without_a_sample_of_its_own_classes_is_refused() -> None:
     source = numbered(600)
     two_classes = Pool(source.x, source.y % 2, source.spec)
     with pytest.raises(ConfigError, match="a group gets no sample"):
-        deal(two_classes, 4, how="groups", groups="labels", n_groups=2)
+        deal(two_classes, 4, partition="groups", groups="labels", n_groups=2)
 
 
 def test_a_written_share_is_what_the_device_reads(tmp_path: Path) -> None:
     source = pool("digits", limit=200)
-    for number, share in enumerate(deal(source, 3, how="groups")):
+    for number, share in enumerate(deal(source, 3, partition="groups")):
         file = tmp_path / "deep" / f"{number}.npz"
         write_share(share, file)
         read, direct = device_data(source.spec, file, seed=0), share_data(source.spec, share)
@@ -294,7 +306,18 @@ def test_a_written_share_is_what_the_device_reads(tmp_path: Path) -> None:
 def test_shares_leave_the_pool_alone() -> None:
     source = numbered(200)
     before = source.x.copy()
-    shares = deal(source, 3, how="groups")
+    shares = deal(source, 3, partition="groups")
     shares[1].x_train[:] = -1
     assert np.array_equal(source.x, before)
     assert msgspec.json.encode(source.spec)
+
+
+def test_what_is_set_apart_no_device_gets_and_the_users_own_limit_goes_first() -> None:
+    found, apart = samples_of(Partitioning(samples=200), 0, 0.1, limit=100)
+    assert (len(found.y), len(apart.y)) == (180, 20)
+    assert len(samples_of(Partitioning(), 0, 0.0, limit=100)[0].y) == 100
+
+
+def test_another_network_takes_the_place_of_the_tasks_own() -> None:
+    found, _ = samples_of(Partitioning(model="cnn", samples=100), 0, 0.0)
+    assert (found.spec.model, found.spec.model_options) == ("cnn", {})
