@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,7 @@ from fedge.tasks.partition import samples_of
 from fedge.tasks.partitioners import Milder
 from fedge.tensors import Layout, Model, unflatten
 
+T = TypeVar("T")
 Samples = tuple[NDArray[np.float32], NDArray[np.int64]]
 DEVICES = 20
 """Unless the user or the data say otherwise (fedge.md 15.1)."""
@@ -55,6 +56,11 @@ class Federation:
     late_joiners: frozenset[str] = frozenset()
     milder: Milder = field(default_factory=Milder)
 
+    @property
+    def data(self) -> Mapping[str, DeviceData]:
+        """What the workers see, by device id; made on each access, and in other processes."""
+        return OnDemand(self.shares, partial(_data_of, self.task, self.shares))
+
     def measured(self, n: int | None, seed: int) -> tuple[str, ...]:
         """The devices whose accuracy is measured: all, or a random choice; ascending."""
         ids = list(self.shares)
@@ -63,31 +69,14 @@ class Federation:
         return tuple(ids[k] for k in sorted(np.random.default_rng((seed, _LOT, n)).permutation(len(ids))[:n]))
 
 
-@dataclass(frozen=True, slots=True)
-class Data(Mapping[str, DeviceData]):
-    """What the workers see, by device id; created on each access."""
+class OnDemand(Mapping[str, T]):
+    """Values by device id, made on each access. `kept`: so many, the most recently used, are not made again."""
 
-    task: TaskSpec
-    shares: Mapping[str, Share]
-
-    def __getitem__(self, device_id: str) -> DeviceData:
-        return share_data(self.task, self.shares[device_id])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.shares)
-
-    def __len__(self) -> int:
-        return len(self.shares)
-
-
-class Workers(Mapping[str, Worker]):
-    """Workers by device id, created on demand; the most recently used are kept."""
-
-    def __init__(self, ids: Iterable[str], make: Callable[[str], Worker]) -> None:
+    def __init__(self, ids: Iterable[str], make: Callable[[str], T], kept: int = 0) -> None:
         self._ids = dict.fromkeys(ids)
-        self._made = lru_cache(KEPT)(make)
+        self._made = lru_cache(kept)(make) if kept else make
 
-    def __getitem__(self, device_id: str) -> Worker:
+    def __getitem__(self, device_id: str) -> T:
         return self._made(device_id)
 
     def __iter__(self) -> Iterator[str]:
@@ -140,7 +129,7 @@ def gather(
     Raises:
         ConfigError: their training processor is missing.
     """
-    processor, data = torch_device(scenario.train_on), Data(federation.task, federation.shares)
+    processor, data = torch_device(scenario.train_on), federation.data
 
     def worker(i: str) -> Worker:
         return Worker(
@@ -151,7 +140,7 @@ def gather(
         )
 
     few = scenario.partition != "generated"
-    workers = {i: worker(i) for i in data} if few else Workers(data, worker)
+    workers = {i: worker(i) for i in data} if few else OnDemand(data, worker, KEPT)
     measured, end = set(federation.measured(scenario.measured, seed)), scenario.rounds + 1
     fleet = SimulatedFleet(
         federation.task,
@@ -176,6 +165,10 @@ def machines(hardware: Hardware, ids: Iterable[str], seed: int) -> dict[str, dev
     if hardware == "mixed":
         return found
     return {i: dataclasses.replace(own, stays=1.0, drops=0.0) for i, own in found.items()}
+
+
+def _data_of(task: TaskSpec, shares: Mapping[str, Share], device_id: str) -> DeviceData:
+    return share_data(task, shares[device_id])
 
 
 def _natural(scenario: Scenario, rest: Pool) -> int:

@@ -21,7 +21,7 @@ from coordinator.methods import Method, Option, Server, State, make
 from coordinator.samples import by_class, without_samples
 from coordinator.simulation import rounds
 from coordinator.simulation.evaluation import Evaluation
-from coordinator.simulation.federation import Data, Federation, deal, gather
+from coordinator.simulation.federation import Federation, deal, gather
 from coordinator.simulation.outcome import Point, RunOutcome, Score, sample_accuracy, worst_decile
 from coordinator.simulation.settings import Running, Scenario
 from edge_agent import batched
@@ -201,7 +201,7 @@ def _engine(
         train_on=scenario.train_on,
     )
     with connected(on.ray_address) as n:
-        yield Shards(recipe, Data(federation.task, federation.shares), method.steps, n)
+        yield Shards(recipe, federation.data, method.steps, n)
 
 
 def run_to_end(work: Coroutine[Any, Any, T]) -> T:

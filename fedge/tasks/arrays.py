@@ -14,10 +14,11 @@ from fedge.npz import load
 from fedge.task import TEST
 from fedge.text import nearest, printable
 
+Arrays = dict[str, NDArray[Any]]
 KEYS: Final = ("x", "y", "split", "sensitive", "user", "classes")
 
 
-def read(file: Path, *, labelled: bool = True) -> dict[str, NDArray[Any]]:
+def read(file: Path, *, labelled: bool = True) -> Arrays:
     """Read and check the arrays of a file. If not `labelled`, y may be missing.
 
     Returns: as `checked`.
@@ -38,7 +39,7 @@ def read(file: Path, *, labelled: bool = True) -> dict[str, NDArray[Any]]:
     return checked(table, str(file))
 
 
-def checked(table: Mapping[str, NDArray[Any]], where: str) -> dict[str, NDArray[Any]]:
+def checked(table: Mapping[str, NDArray[Any]], where: str) -> Arrays:
     """Check samples and the arrays that go with them; error messages begin with `where`.
 
     Returns:
@@ -54,14 +55,11 @@ def checked(table: Mapping[str, NDArray[Any]], where: str) -> dict[str, NDArray[
         raise ConfigError(f"{where}: x must be samples of numbers (n, ...), not {x.dtype}{x.shape}")
     if not np.isfinite(x).all():
         raise ConfigError(f"{where}: x holds NaN or infinity")
-    if "y" in found:
-        found["y"] = _whole_numbers(found["y"], len(x), np.iinfo(np.int64).max, f"{where}: y")
-    if "split" in found:
-        found["split"] = _whole_numbers(found["split"], len(x), TEST, f"{where}: split")
+    largest = {"y": np.iinfo(np.int64).max, "split": TEST, "sensitive": 1, "user": len(x) - 1}
+    for name in (name for name in largest if name in found):
+        found[name] = _whole_numbers(found[name], len(x), largest[name], f"{where}: {name}")
     if "sensitive" in found:
-        found["sensitive"] = _whole_numbers(found["sensitive"], len(x), 1, f"{where}: sensitive").astype(np.bool_)
-    if "user" in found:
-        found["user"] = _whole_numbers(found["user"], len(x), len(x) - 1, f"{where}: user")
+        found["sensitive"] = found["sensitive"].astype(np.bool_)
     return found
 
 
@@ -78,7 +76,7 @@ def find(data: Path, usual: str) -> Path:
     return found
 
 
-def columns(file: Path, names: tuple[str, ...]) -> dict[str, NDArray[Any]]:
+def columns(file: Path, names: tuple[str, ...]) -> Arrays:
     """Read the named arrays of a data set's file.
 
     Raises:

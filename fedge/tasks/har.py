@@ -25,8 +25,8 @@ SILENCE: Final = 1e-6
 """Energy, in g^2 or (rad/s)^2, that is added before the logarithm: what a phone on a table shows."""
 
 
-def read(data: Path) -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Features (n, 108), labels (n,), person (n,) and bout (n,); person and bout are numbered from 0.
+def read(data: Path) -> arrays.Arrays:
+    """Features `x` (n, 108), labels `y` (n,), person `user` (n,) and bout `block` (n,), both numbered from 0.
 
     Args:
         data: the file, or a folder that holds it as uci_har.npz or uci-har/uci_har.npz.
@@ -41,7 +41,7 @@ def read(data: Path) -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np
         raise ConfigError(f"{file}: x must be (n, {N_SIGNALS}, {N_READINGS}), with y, subject and bout of each window")
     _, user = np.unique(subject, return_inverse=True)
     _, block = np.unique(np.stack([user, bout]), axis=1, return_inverse=True)
-    return features(x), y.astype(np.int64), user.astype(np.int64), block.ravel().astype(np.int64)
+    return {"x": features(x)} | {n: v.ravel().astype(np.int64) for n, v in (("y", y), ("user", user), ("block", block))}
 
 
 def features(windows: NDArray[Any]) -> NDArray[np.float32]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,6 +23,11 @@ from fedge.tasks.device import device_data
 from fedge.tasks.specs import task_spec
 
 _IDX_FOLDERS: Final = {"mnist": ("mnist", "MNIST/raw"), "fashion-mnist": ("fashion-mnist", "FashionMNIST/raw")}
+_READERS: Final[dict[str, Callable[[Path], arrays.Arrays]]] = {
+    "uci-har": har.read,
+    "spoken-digits": speech.read,
+    "arrays": arrays.read,
+}
 _IDX_PARTS: Final = ("train", "t10k")
 _IMAGES_MAGIC: Final = 0x00000803  # unsigned bytes, three dimensions
 _LABELS_MAGIC: Final = 0x00000801
@@ -66,27 +72,21 @@ def pool(task_name: str, data: Path | None = None, *, seed: int = 0, limit: int 
     if ":" in task_name:
         found = _of_the_user(task_name, data, seed)
         return found.take(_choice(len(found.y), rng, limit))
-    user = block = None
-    if task_name == "digits":
-        x, y = _digits()
-    elif task_name in _IDX_FOLDERS:
-        x, y = _idx(task_name, data)
-    elif task_name == "uci-har" and data is not None:
-        x, y, user, block = har.read(data)
-    elif task_name == "spoken-digits" and data is not None:
-        x, y, user = speech.read(data)
-    elif task_name == "arrays" and data is not None:
-        held = arrays.read(data)
-        x, y, user = held["x"], held["y"], held.get("user")
-    elif task_name.endswith(".toml") and data is not None:
-        held = table.read(table.schema_of(task_spec(task_name)), data)
-        x, y, user = held["x"], held["y"], held.get("user")
-    elif task_name == "image-folder" and data is not None:
+    if task_name == "image-folder" and data is not None:
         return _images(data, rng, limit)
+    spec = task_spec(task_name, data)  # refuses an unknown name
+    if task_name == "digits":
+        held = _digits()
+    elif task_name in _IDX_FOLDERS:
+        held = _idx(task_name, data)
+    elif data is not None and task_name in _READERS:
+        held = _READERS[task_name](data)
+    elif data is not None and task_name.endswith(".toml"):
+        held = table.read(table.schema_of(spec), data)
     else:
-        task_spec(task_name, data)  # refuses an unknown name
         raise ConfigError(f"task {task_name} does not bring its samples: say where they are (--data)")
-    return Pool(x, y, task_spec(task_name, data), user, block).take(_choice(len(y), rng, limit))
+    found = Pool(held["x"], held["y"], spec, held.get("user"), held.get("block"))
+    return found.take(_choice(len(found.y), rng, limit))
 
 
 def _of_the_user(path: str, data: Path | None, seed: int) -> Pool:
@@ -112,13 +112,13 @@ def _choice(n_samples: int, rng: np.random.Generator, limit: int | None) -> NDAr
     return np.sort(rng.permutation(n_samples)[:limit])
 
 
-def _digits() -> tuple[NDArray[Any], NDArray[np.int64]]:
+def _digits() -> arrays.Arrays:
     """The file behind scikit-learn's `load_digits`, whose import takes longer than most runs on digits."""
     found = find_spec("sklearn")
     if found is None or found.origin is None:
         raise ModuleNotFoundError("No module named 'sklearn'", name="sklearn")
     rows = np.loadtxt(Path(found.origin).parent / "datasets/data/digits.csv.gz", delimiter=",")
-    return rows[:, :-1].reshape(-1, 8, 8).astype(np.uint8), rows[:, -1].astype(np.int64)
+    return {"x": rows[:, :-1].reshape(-1, 8, 8).astype(np.uint8), "y": rows[:, -1].astype(np.int64)}
 
 
 def _images(data: Path, rng: np.random.Generator, limit: int | None) -> Pool:
@@ -130,7 +130,7 @@ def _images(data: Path, rng: np.random.Generator, limit: int | None) -> Pool:
     return Pool(images.load(spec, data, chosen), images.labels(chosen, spec.classes), spec)
 
 
-def _idx(task_name: str, data: Path | None) -> tuple[NDArray[Any], NDArray[np.int64]]:
+def _idx(task_name: str, data: Path | None) -> arrays.Arrays:
     """Both parts of a data set in IDX format (big-endian header, then bytes)."""
     if data is None:
         raise ConfigError(f"task {task_name} needs its four IDX files: say where they are")
@@ -139,7 +139,7 @@ def _idx(task_name: str, data: Path | None) -> tuple[NDArray[Any], NDArray[np.in
     y = np.concatenate([_read_idx(folders, f"{part}-labels-idx1-ubyte", _LABELS_MAGIC) for part in _IDX_PARTS])
     if len(x) != len(y):
         raise ConfigError(f"{data}: {len(x)} images, but {len(y)} labels")
-    return x, y.astype(np.int64)
+    return {"x": x, "y": y.astype(np.int64)}
 
 
 def _read_idx(folders: list[Path], name: str, magic: int) -> NDArray[np.uint8]:

@@ -24,8 +24,8 @@ STEP_S: Final = 0.010
 LOWEST_HZ: Final = 80.0
 
 
-def read(data: Path) -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.int64]]:
-    """Spectrograms (n, 1, 16, 12), digits (n,) and speakers (n,), numbered from 0.
+def read(data: Path) -> arrays.Arrays:
+    """Spectrograms `x` (n, 1, 16, 12), digits `y` (n,) and speakers `user` (n,), numbered from 0.
 
     Args:
         data: the file, or a folder that holds it as fsdd.npz or fsdd/fsdd.npz.
@@ -46,7 +46,7 @@ def read(data: Path) -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np
     rate = float(table["rate"])
     x = np.stack([picture(audio[a:b], rate) for a, b in pairwise(offset)])
     _, user = np.unique(speaker, return_inverse=True)
-    return x, y.astype(np.int64), user.astype(np.int64)
+    return {"x": x, "y": y.astype(np.int64), "user": user.astype(np.int64)}
 
 
 def picture(wave: NDArray[Any], rate: float) -> NDArray[np.float32]:

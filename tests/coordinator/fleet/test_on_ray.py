@@ -17,7 +17,7 @@ from coordinator.methods import Option, Server, make
 from coordinator.methods.averaging import averages
 from coordinator.ray import connected, ray
 from coordinator.simulation.compare import compare
-from coordinator.simulation.federation import Data, Federation, deal, gather
+from coordinator.simulation.federation import Federation, deal, gather
 from coordinator.simulation.run import simulate
 from coordinator.simulation.settings import CompareSettings, Running, Scenario
 from edge_agent import batched
@@ -63,7 +63,7 @@ async def trained(
 
 def shards(federation: Federation, home: Path, n: int) -> Shards:
     recipe = Recipe(task=federation.task, layout=federation.layout, home=home)
-    return Shards(recipe, Data(federation.task, federation.shares), (), n)
+    return Shards(recipe, federation.data, (), n)
 
 
 async def test_bits_do_not_depend_on_the_number_of_actors(cluster: object, federation: Federation, tmp_path: Path):
