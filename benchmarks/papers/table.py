@@ -24,8 +24,10 @@ from fedge.processor import Processor
 
 sys.path.append(str(Path(__file__).parents[1]))
 from default_method import source_of
-from script import finish, markdown, progress_of
+from script import finish, markdown, progress_of, say
 from script import parser_of as plain_parser
+
+__all__ = ["finish", "plain_parser", "say"]  # the scripts of this folder find `script` through this one
 
 Runs = dict[str, list[RunOutcome]]
 """By method: one run for each seed, the seeds as they were given."""
