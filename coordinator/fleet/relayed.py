@@ -310,18 +310,19 @@ class RelayFleet(Fleet):
 
     async def means(self, wanted: SiteSums, note: Note) -> list[SiteMean]:
         """The sites' means of their updates (`coordinator.fleet.sites.Sites`)."""
-        of_site: defaultdict[str, dict[str, BlobRef]] = defaultdict(dict)
+        of_site: defaultdict[str, dict[str, StandIn]] = defaultdict(dict)
         for i, ref in sorted(wanted.updates.items()):
             if held := self._stand_in(ref):
-                of_site[held.via][i] = held.update
-        asked_for = {via: wanted.at(own, prefix=f"{via}.") for via, own in of_site.items()}
+                of_site[held.via][i] = held
+        updates = {via: {i: held.update for i, held in own.items()} for via, own in of_site.items()}
+        asked_for = {via: wanted.at(own, prefix=f"{via}.") for via, own in updates.items()}
         self._n_sums += 1
         actions = {via: Sum(wanted=self.put_bytes(msgspec.msgpack.encode(w))) for via, w in asked_for.items()}
         answers = await self._fleet.run(f"sum-{self._n_sums}", actions)
         found: list[SiteMean] = []
         for via, answer in sorted(answers.items()):
             try:
-                norms = {self._name(i): held[i].norms for i in of_site[via]}
+                norms = {self._name(i): held.norms for i, held in of_site[via].items()}
                 found += self._summed(via, asked_for[via], norms, answer, note)
             except ProtocolError as error:
                 self._refuse(via, error)

@@ -147,11 +147,11 @@ async def test_a_mean_longer_than_the_updates_that_a_relay_told_of_does_not_coun
     below.answers = [Relayed(answers=below.file(told)), *(Summed(means=(below.update(v),)) for v in (0.001, 1e6))]
     fleet = below.above()
     answers = await fleet.run("train", dict.fromkeys(("s.d0", "s.d1"), train))
-    held = fleet.held({i: a.result.update for i, a in answers.items() if isinstance(a.result, Trained)})
-    whole = dict.fromkeys(held, (1.0, 1.0))
-    weights = dict.fromkeys(held, 10.0)
-    assert len(await fleet.means(held, weights, [whole], below.layout, ignore)) == 1
-    assert await fleet.means(held, weights, [whole], below.layout, ignore) == []
+    updates = {i: a.result.update for i, a in answers.items() if isinstance(a.result, Trained)}
+    whole, weights = dict.fromkeys(updates, (1.0, 1.0)), dict.fromkeys(updates, 10.0)
+    sums = SiteSums(layout=below.layout, updates=updates, weights=weights, sums=(whole,))
+    assert len(await fleet.means(sums, ignore)) == 1
+    assert await fleet.means(sums, ignore) == []
 
 
 async def test_what_is_taken_one_by_one_is_refused(tmp_path: Path) -> None:
