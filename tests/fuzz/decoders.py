@@ -170,7 +170,8 @@ def difference(data: bytes) -> None:
     base = {
         info.name: np.zeros(info.shape, np.int64 if info.kind == "counter" else np.float32) for info in LAYOUT.tensors
     }
-    found = codec.moved(base, zstandard.ZstdCompressor().compress(payload) if number else payload)
+    change = zstandard.ZstdCompressor().compress(payload) if number else payload
+    found = from_bytes(b"".join(map(bytes, codec.moved(io.BytesIO(to_bytes(base)), [change]))))
     assert {name: (a.shape, a.dtype) for name, a in found.items()} == {n: (a.shape, a.dtype) for n, a in base.items()}
 
 
