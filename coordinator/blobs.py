@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Collection, Iterator
 from datetime import timedelta
@@ -33,6 +34,7 @@ class Blobs(BlobFolder):
         """
         target = self.path(received.name)
         if received != target:
+            os.utime(received)  # checked long after it came, it is young
             received.replace(target)
             sync(target.parent)
 

@@ -46,6 +46,8 @@ ACK_S: Final = 3600
 """How long the broker keeps a verdict for a device that is away."""
 MAX_UNDER_WAY: Final = 16_384
 """Reports that are checked, and messages that wait for the broker. What is beyond is dropped: all of it is repeated."""
+MAX_REPORTS: Final = 16
+"""Reports of one device under way: an agent holds no more orders."""
 LINES_PER_MINUTE: Final = 60
 """Of one kind of refusal; what is beyond is counted, and told with the first line of the next minute."""
 LOOK_S: Final = 3.0
@@ -54,6 +56,9 @@ LOOK_AGAIN_S: Final = 0.02
 """Pause between two looks at which models are offered."""
 SAYS_NOTHING: Final = frozenset({"replayed-report", "unknown-order"})
 """Refusals of what comes once more, which no device can help."""
+
+Key = tuple[str, str]
+"""Device and order."""
 
 
 class Lines:
@@ -218,8 +223,9 @@ class Intake(Process):
         received = store.blobs.received() if role is Role.COORDINATOR else BlobFolder(home / "received")
         seal = lambda topic, payload: self._seal(topic, payload, topic.rpartition("/")[2])  # noqa: E731
         self._uploads = Uploads(self._transport, received, store.blobs, self._topics, layout, seal)
-        self._taking: dict[str, asyncio.Task[None] | None] = {}  # reports under way, by order; None: being closed
-        self._brought: dict[str, frozenset[BlobRef]] = {}  # their uploads
+        self._taking: dict[Key, asyncio.Task[None] | None] = {}  # reports under way; None: their order is being closed
+        self._n_taking: Counter[str] = Counter()  # of each device
+        self._brought: dict[Key, frozenset[BlobRef]] = {}  # their uploads
 
     async def serve(self) -> None:
         """Work until cancelled.
@@ -240,32 +246,46 @@ class Intake(Process):
         report = decode(inbound.payload, Report)
         if report.device_id != device:
             raise ProtocolError("foreign-id", f"{device} speaks for {report.device_id}")
-        if report.order_id not in self._taking and len(self._taking) < MAX_UNDER_WAY:
-            self._taking[report.order_id] = self._background.spawn(self._receive(report, inbound.topic))
+        key = device, report.order_id
+        if key in self._taking or len(self._taking) >= MAX_UNDER_WAY or self._n_taking[device] >= MAX_REPORTS:
+            return
+        self._n_taking[device] += 1
+        self._taking[key] = task = self._background.spawn(self._receive(report, inbound.topic))
+        task.add_done_callback(lambda _: self._taken(key))
+
+    def _taken(self, key: Key) -> None:
+        del self._taking[key]
+        self._n_taking[key[0]] -= 1
+        if not self._n_taking[key[0]]:
+            del self._n_taking[key[0]]
 
     async def _receive(self, report: Report, topic: str) -> None:
         """Close the report's order, unless it is closed, and tell the device what the store says."""
         try:
-            order = self._order(report.order_id) or await self._stored(report)
-            _require_own(order, report)
+            order = self._order(report) or await self._stored(report)
             action = read_action(order, self._steps)
             if isinstance(action, Unsupported):
                 log.error("event=unknown_step order=%s reason=%r", order.id, action.reason)
                 return
             error = await self._examine(order, action, report)
-            self._taking[order.id] = None
+            self._taking[order.device_id, order.id] = None
             entry = Entry(order=order, status=OrderStatus.ACCEPTED, report=report)
             if error is not None:
+                for ref in self._brought.get((order.device_id, order.id), ()):
+                    self._uploads.norms.pop(ref, None)
                 entry = Entry(order=order, status=OrderStatus.REJECTED, reason=error)
             await self._close(entry)
         except ProtocolError as error:
             self._refuse(error, report.device_id, topic)
         finally:
-            self._taking.pop(report.order_id)
-            self._brought.pop(report.order_id, None)
+            self._brought.pop((report.device_id, report.order_id), None)
 
-    def _order(self, _order_id: str) -> Order | None:
-        """An order that is open as far as this process knows, and whose report is here; None: the store decides."""
+    def _order(self, _report: Report) -> Order | None:
+        """The order of a report, if it is open as far as this process knows; None: the store decides.
+
+        Raises:
+            ProtocolError: `foreign-id`.
+        """
         return None
 
     async def _stored(self, report: Report) -> Order:
@@ -278,7 +298,7 @@ class Intake(Process):
         if entry is None:
             await self._acknowledge(report.order_id, report.device_id, accepted=False, reason="unknown-order")
             raise ProtocolError("unknown-order", report.order_id)
-        _require_own(entry.order, report)
+        require_own(entry.order, report)
         if entry.status is not OrderStatus.OPEN:
             await self._tell(entry)
             raise ProtocolError("replayed-report", f"{report.order_id} is {entry.status}")
@@ -296,7 +316,9 @@ class Intake(Process):
         found: Entry | None = entry
         if not await asyncio.wrap_future(ours):
             found = await asyncio.to_thread(self._store.entry, order.id)
-        assert found is not None
+        if found is None:  # deleted with its round
+            await self._acknowledge(order.id, order.device_id, accepted=False, reason="unknown-order")
+            return
         self._closed(found)
         if entry.status is not OrderStatus.EXPIRED:
             await self._tell(found)
@@ -311,7 +333,7 @@ class Intake(Process):
             result = answer_to(order, action, report, self.task, self._signed)
             if not isinstance(result, Refusal):
                 uploads = action.uploads(result, self._layout)
-                self._brought[order.id] = frozenset(uploads)
+                self._brought[order.device_id, order.id] = frozenset(uploads)
                 for ref, layout in uploads.items():
                     await self._uploads.fetch(ref, order.device_id, layout, wanted=lambda: self._is_open(order.id))
         except ProtocolError as refusal:
@@ -329,9 +351,9 @@ class Intake(Process):
         entry = self._store.entry(order_id)
         return entry is not None and entry.status is OrderStatus.OPEN
 
-    def _give_up(self, order_id: str) -> None:
+    def _give_up(self, order: Order) -> None:
         """Stop fetching what nobody wants any more."""
-        if (task := self._taking.get(order_id)) is not None:
+        if (task := self._taking.get((order.device_id, order.id))) is not None:
             task.cancel()
 
     async def _accuse(self, device_id: str, number: int, name: str, detail: str) -> bool:
@@ -356,7 +378,12 @@ class Intake(Process):
             log.error("event=publish_refused topic=%s reason=%r", topic, str(error))  # noqa: TRY400 - the text is all
 
 
-def _require_own(order: Order, report: Report) -> None:
+def require_own(order: Order, report: Report) -> None:
+    """Refuse another device's report.
+
+    Raises:
+        ProtocolError: `foreign-id`.
+    """
     if order.device_id != report.device_id:
         raise ProtocolError("foreign-id", f"{report.device_id} reports an order of {order.device_id}")
 

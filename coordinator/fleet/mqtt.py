@@ -33,7 +33,7 @@ from coordinator.fleet.quarantine import LONG_UPDATE, READMITTED, Offence, Quara
 from coordinator.fleet.update_norms import Believed, OneByOne, within_limits
 from coordinator.fleet.versions import Descent
 from coordinator.registry import Kept, Registry
-from coordinator.roles import MAX_UNDER_WAY, SAYS_NOTHING, Intake
+from coordinator.roles import MAX_UNDER_WAY, SAYS_NOTHING, Intake, require_own
 from coordinator.store import DEVICES, EXPIRED, OFFERED, RECALLED_ROUNDS, Entry, Store
 from fedge import __version__, codec
 from fedge.errors import MALFORMED, ConfigError, ProtocolError
@@ -461,8 +461,8 @@ class MqttFleet(Intake, Fleet):
 
     def end_streams(self) -> None:
         """Let open streamed orders expire, since nobody will take their answers."""
-        for order_id in self._streamed:
-            self._give_up(order_id)
+        for order in self._streamed.values():
+            self._give_up(order)
         self._store.end_streams(time.time())
         self._book = OrderBook()
         for known in (self._streamed, self._arrived, self._actions, self._held):
@@ -537,14 +537,15 @@ class MqttFleet(Intake, Fleet):
         open_ = [entry.order for entry in entries if entry.status is OrderStatus.OPEN]
         timed = (msgspec.structs.replace(order, left_s=allowed_s[order.device_id]) for order in open_)
         self._book.add(timed, time.monotonic())
-        for order_id in self._taking.keys() & {order.id for order in open_}:  # its report came before
-            self._book.hold(order_id)
+        for order in open_:
+            if (order.device_id, order.id) in self._taking:  # its report came before
+                self._book.hold(order.id)
 
     def _send_due(self) -> None:
         """Send the orders that are due, and let those expire whose time is over."""
         due = self._book.due(time.monotonic())
         for order in due.expired:
-            self._give_up(order.id)
+            self._give_up(order)
             self._background.spawn(self._close(Entry(order=order, status=OrderStatus.EXPIRED, reason=EXPIRED)))
         for order in due.sent:
             self._send(order)
@@ -571,7 +572,7 @@ class MqttFleet(Intake, Fleet):
         """Process what the store shows as closed, here or by intakes, by its numbers."""
         for entry in entries:
             if entry.status is not OrderStatus.OPEN:
-                self._give_up(entry.order.id)
+                self._give_up(entry.order)
                 self._closed(entry)
                 if entry.order.id in self._streamed:
                     self._arrived[entry.order.id] = entry
@@ -721,9 +722,10 @@ class MqttFleet(Intake, Fleet):
     def _on_want(self, device: str, inbound: Inbound) -> None:
         self._sender.want_of(device, inbound.payload, self._topics)
 
-    def _order(self, order_id: str) -> Order | None:
-        if (order := self._book.order(order_id)) is not None:
-            self._book.hold(order_id)
+    def _order(self, report: Report) -> Order | None:
+        if (order := self._book.order(report.order_id)) is not None:
+            require_own(order, report)
+            self._book.hold(order.id)
         return order
 
     def note(self, event: str, fields: Mapping[str, object]) -> None:

@@ -88,6 +88,9 @@ class OrderBook:
         if (held := self._open.pop(order_id, None)) is None:
             return False
         del self._of_device[held.order.device_id][order_id]
+        if len(self._heap) > 2 * len(self._open) + 64:  # most are stale, and may be so for a day
+            self._heap = [(held.due_at, i) for i, held in self._open.items() if held.due_at < math.inf]
+            heapq.heapify(self._heap)
         return True
 
     def next_wakeup(self) -> float:

@@ -79,7 +79,7 @@ class SiteFleet(MqttFleet):
 
         async def heard() -> None:
             await self.hear_of(ids, self.left_s / 4)
-            await asyncio.to_thread(self._store.keep_only, keep)
+            await asyncio.to_thread(self._store.keep_only, keep | self.needed())
 
         await self._enter(number, heard)
 

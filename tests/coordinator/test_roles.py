@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import sqlite3
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -42,11 +43,11 @@ async def device(one_broker: LocalBroker, tmp_path: Path) -> AsyncIterator[RawDe
 
 
 @pytest.fixture
-async def intake(one_broker: LocalBroker, store: Store, tmp_path: Path) -> AsyncIterator[None]:
+async def intake(one_broker: LocalBroker, store: Store, tmp_path: Path) -> AsyncIterator[Intake]:
     with contextlib.closing(Store(tmp_path, intake=True)) as opened, own_folder(tmp_path) as folder:
         made = Intake(settings(one_broker), opened, folder, federation="f", task=TASK, layout=LAYOUT)
         async with running(made):
-            yield
+            yield made
 
 
 @contextlib.asynccontextmanager
@@ -71,7 +72,7 @@ def written(store: Store, device: str = "cam1") -> Order:
 
 
 async def test_an_intake_accepts_a_report_with_its_update_and_repeats_its_verdict(
-    intake: None, store: Store, device: RawDevice
+    intake: Intake, store: Store, device: RawDevice
 ) -> None:
     order, result = written(store), device.trained(0.5)
     for n in (1, 2):
@@ -86,7 +87,7 @@ async def test_an_intake_accepts_a_report_with_its_update_and_repeats_its_verdic
 
 @pytest.mark.parametrize("small", [checking.SMALL, 0], ids=["thread", "process"])
 async def test_an_intake_rejects_an_update_of_another_shape_and_keeps_the_evidence(
-    intake: None, store: Store, device: RawDevice, monkeypatch: pytest.MonkeyPatch, small: int
+    intake: Intake, store: Store, device: RawDevice, monkeypatch: pytest.MonkeyPatch, small: int
 ) -> None:
     monkeypatch.setattr(checking, "SMALL", small)
     order, result = written(store), device.trained(0.5)
@@ -100,7 +101,7 @@ async def test_an_intake_rejects_an_update_of_another_shape_and_keeps_the_eviden
 
 
 async def test_an_intake_tells_what_the_store_says_of_orders_that_are_closed_or_never_were(
-    intake: None, store: Store, device: RawDevice
+    intake: Intake, store: Store, device: RawDevice
 ) -> None:
     order = written(store)
     assert store.expire(order.id, time.time()).result()
@@ -109,6 +110,27 @@ async def test_an_intake_tells_what_the_store_says_of_orders_that_are_closed_or_
         await device.report(late, device.trained(0.5))
         ack = await device.ack(late.id)
         assert (ack.accepted, ack.reason) == (False, reason)
+
+
+async def test_an_intake_goes_on_when_an_order_was_deleted_while_its_update_came(
+    intake: Intake, store: Store, device: RawDevice
+) -> None:
+    """A slow update may come when its round is long over."""
+    order, result = written(store), device.trained(0.5)
+    data = device.blobs.pop(result.update.digest)
+    await device.report(order, result)
+    async with asyncio.timeout(WAIT_S):
+        while ("cam1", order.id) not in intake._brought:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert store.expire(order.id, time.time()).result()
+    with sqlite3.connect(store.home / "store.db") as raw:
+        raw.execute("DELETE FROM orders")
+    device.blobs[result.update.digest] = data
+    ack = await device.ack(order.id)
+    assert (ack.accepted, ack.reason) == (False, "unknown-order")
+    other = device.trained(0.25)
+    await device.report(written(store), other)
+    assert (await device.ack(order.id, 2)).accepted
 
 
 async def test_a_server_of_models_has_what_open_orders_name_and_nothing_else(

@@ -263,6 +263,26 @@ async def test_a_device_gets_no_more_time_for_saying_that_it_was_slow(
     assert len(await running) == 2
 
 
+async def test_a_foreign_report_holds_back_neither_an_order_nor_its_own_device(
+    one_broker: LocalBroker, store: Store, stack: AsyncExitStack
+) -> None:
+    """Whoever knows its own order's id can guess another one's."""
+    fleet, (b, away) = await federation(stack, one_broker, store, "b", "away")
+    action = train(fleet)
+    running = asyncio.create_task(fleet.run("train", {"away": action, "b": action}))
+    order, own = await away.order("train"), await b.order("train")
+    for _ in range(20):
+        await b.report(msgspec.structs.replace(order, device_id="b"), Declined(why=Why.NOT_ALLOWED))
+    await until(lambda: fleet._counted["refused.foreign-id"] == 20)
+    await away.appear()  # it has lost the order
+    await away.order("train", 2)
+    await b.report(msgspec.structs.replace(order, device_id="b"), Declined(why=Why.NOT_ALLOWED))
+    await away.report(order, away.trained(0.5))
+    assert (await away.ack(order.id)).accepted
+    await b.report(own, b.trained(0.25))
+    assert sorted(i for i, answer in (await running).items() if isinstance(answer.result, Trained)) == ["away", "b"]
+
+
 async def test_late_and_repeated_reports_get_the_same_verdict_and_change_nothing(
     one_broker: LocalBroker, store: Store, stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -557,8 +577,7 @@ async def test_an_update_that_never_comes_is_given_up_at_the_deadline(
     bad.blobs.clear()
     await bad.report(await bad.order("train"), result)
     assert await running == {"bad": Answer("bad", None)}
-    await asyncio.sleep(0)  # the cancelled fetch ends
-    assert not fleet._taking
+    await until(lambda: not fleet._taking)  # the cancelled fetch ends
     await until(lambda: not any("/blobs/" in topic for topic in fleet._transport._subscriptions))
 
 

@@ -84,6 +84,18 @@ def test_an_order_that_is_answered_is_not_sent_again_and_expires_if_its_report_i
     assert book.due(DEADLINE) == Due([], [order()])
 
 
+def test_closed_orders_take_no_memory_until_their_deadlines() -> None:
+    """A stream's orders may be open for a day."""
+    book = book_of(order("long", left_s=90_000))
+    for k in range(500):
+        book.add([order(f"d{k}", left_s=86_400)], float(k))
+        book.due(float(k))
+        book.hold(f"r.1.s.d{k}")
+        assert book.close(f"r.1.s.d{k}")
+    assert len(book._heap) < 100
+    assert book.next_wakeup() <= 499 + LAST_RESEND_S
+
+
 def test_an_order_whose_time_is_over_is_told_once_and_open_until_the_store_has_closed_it() -> None:
     book = book_of(order())
     assert book.due(DEADLINE) == Due([], [order()])
