@@ -21,40 +21,23 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from coordinator import runs
+from coordinator import methods, protection, runs
 from coordinator.checks import first_model, without_profile
 from coordinator.control import Wishes, at_round, wishes_in
 from coordinator.fleet.mqtt import MqttFleet
 from coordinator.fleet.relayed import STEPS, RelayFleet
 from coordinator.methods import (
-    BatchSize,
-    Down,
-    LearningRate,
-    LocalEpochs,
-    LocalSteps,
     Method,
     MethodSettings,
-    Momentum,
     Option,
     Server,
     State,
-    WeightDecay,
     dump,
     installed_methods,
     load,
     make,
     method_class,
     settings_of,
-)
-from coordinator.protection import (
-    AverageRule,
-    DpClip,
-    DpDelta,
-    DpEpsilon,
-    DpNoise,
-    HostileShare,
-    Masking,
-    MinCohort,
 )
 from coordinator.roles import BlobServer, Intake, begun, own_folder
 from coordinator.store import ISSUE, RECALLED_ROUNDS, Event, Store
@@ -142,9 +125,9 @@ class CoordinatorSettings(Credentials, frozen=True, kw_only=True):
     late_joiners: Annotated[
         bool, Meta(description="Stay after the last round and give new devices a bundle (fedge, fedcoe), until Ctrl-C.")
     ] = False
-    rounds: Annotated[int, Meta(ge=0, description="Rounds of training.")] = 30
+    rounds: methods.Rounds = 30
     devices: Annotated[int, Meta(ge=1, description="Devices to wait for before round 1.")] = 1
-    participation: Annotated[float, Meta(gt=0, le=1, description="Share of the devices that train in a round.")] = 1.0
+    participation: methods.Participation = 1.0
     deadline_s: Annotated[
         float,
         Meta(
@@ -154,31 +137,31 @@ class CoordinatorSettings(Credentials, frozen=True, kw_only=True):
             extra={"unit": "s"},
         ),
     ] = 60.0
-    min_reports: Annotated[int, Meta(ge=1, description="Updates without which a round changes nothing.")] = 1
+    min_reports: methods.MinReports = 1
     keep_rounds: Annotated[
         int,
         Meta(ge=RECALLED_ROUNDS, description="Rounds whose devices, orders and reports stay in the store, for audits."),
     ] = RECALLED_ROUNDS
     seed: Annotated[int, Meta(ge=0, description="Of all random numbers.")] = 0
-    local_steps: LocalSteps = 10
-    local_epochs: LocalEpochs = None
-    batch_size: BatchSize = 32
-    learning_rate: LearningRate = 0.05
-    momentum: Momentum = 0.9
-    weight_decay: WeightDecay = 0.0
-    codec: Annotated[Codec, Meta(description="Of the updates.")] = Codec.INT8
-    down: Down = "int8"
+    local_steps: methods.LocalSteps = 10
+    local_epochs: methods.LocalEpochs = None
+    batch_size: methods.BatchSize = 32
+    learning_rate: methods.LearningRate = 0.05
+    momentum: methods.Momentum = 0.9
+    weight_decay: methods.WeightDecay = 0.0
+    codec: methods.Encoding = Codec.INT8
+    down: methods.Down = "int8"
     readmit: Annotated[
         str, Meta(description="Devices that leave quarantine now, comma-separated: their evidence is forgotten.")
     ] = ""
-    average: AverageRule = "clipped"
-    hostile: HostileShare = 0.2
-    dp_epsilon: DpEpsilon = None
-    dp_noise: DpNoise = None
-    dp_delta: DpDelta = 1e-5
-    dp_clip: DpClip = 1.0
-    masking: Masking = False
-    min_cohort: MinCohort = MIN_COHORT
+    average: protection.AverageRule = "clipped"
+    hostile: protection.HostileShare = 0.2
+    dp_epsilon: protection.DpEpsilon = None
+    dp_noise: protection.DpNoise = None
+    dp_delta: protection.DpDelta = 1e-5
+    dp_clip: protection.DpClip = 1.0
+    masking: protection.Masking = False
+    min_cohort: protection.MinCohort = MIN_COHORT
     ui: Annotated[str, Meta(description="Show the federation in a browser at HOST:PORT (`fedge ui`).")] | None = None
     tensorboard: TensorBoard = None
     mlflow: MLflow = None

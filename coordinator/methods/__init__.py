@@ -52,16 +52,16 @@ class MethodSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Settings of every method.
 
     `rounds`: what methods plan by. `last`: the last round of training, if a run continues after its end; None:
-    `rounds`. `participation`: share of the devices asked in a round. `train_on`: of the server's own networks.
+    `rounds`. `train_on`: of the server's own networks.
     """
 
-    rounds: Annotated[int, Meta(ge=0)] = 30
-    last: Annotated[int, Meta(ge=0)] | None = None
-    participation: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    min_reports: Annotated[int, Meta(ge=1)] = 1
+    rounds: Rounds = 30
+    last: Rounds | None = None
+    participation: Participation = 1.0
+    min_reports: MinReports = 1
     seed: Annotated[int, Meta(ge=0)] = 0
     sgd: Sgd = Sgd()
-    codec: Codec = Codec.INT8
+    codec: Encoding = Codec.INT8
     down: Down = "int8"
     train_on: Processor = Processor.CPU
     protection: Protection = Protection()
@@ -69,6 +69,10 @@ class MethodSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     options: dict[str, Option] = {}  # the method's own, by the names of its `Options`
 
 
+Rounds = Annotated[int, Meta(ge=0, description="Rounds of training.")]
+Participation = Annotated[float, Meta(gt=0, le=1, description="Share of the devices asked in a round.")]
+MinReports = Annotated[int, Meta(ge=1, description="Updates without which a round changes nothing.")]
+Encoding = Annotated[Codec, Meta(description="Of the updates.")]
 LocalSteps = Annotated[int, Meta(ge=1, le=10**7, description="SGD steps per participation.")]
 LocalEpochs = Annotated[
     Annotated[int, Meta(ge=1, le=10**5)] | None,
@@ -82,7 +86,7 @@ Down = Annotated[
     Meta(description="How models reach devices that have an earlier one: as a difference in int8, or whole."),
 ]
 WeightDecay = Annotated[float, Meta(ge=0, le=1, description="Of the devices' SGD, times the weights.")]
-"""Settings of local training that the commands share, with the bounds of `Sgd`."""
+"""Settings of all methods that the commands share; those of local training have the bounds of `Sgd`."""
 
 
 def settings_of(given: Struct, seed: int, options: Mapping[str, Option]) -> MethodSettings:

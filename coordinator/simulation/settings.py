@@ -10,28 +10,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from coordinator.methods import (
-    BatchSize,
-    Down,
-    LearningRate,
-    LocalEpochs,
-    LocalSteps,
-    MethodSettings,
-    Momentum,
-    Option,
-    WeightDecay,
-    settings_of,
-)
-from coordinator.protection import (
-    AverageRule,
-    DpClip,
-    DpDelta,
-    DpEpsilon,
-    DpNoise,
-    HostileShare,
-    Masking,
-    MinCohort,
-)
+from coordinator import methods, protection
+from coordinator.methods import MethodSettings, Option, settings_of
 from coordinator.tracking import MLflow, TensorBoard
 from fedge.messages import Codec
 from fedge.processor import Processor, TrainOn
@@ -47,25 +27,25 @@ Hardware = Literal["mixed", "steady", "none"]
 class Setup(Partitioning, frozen=True, kw_only=True):
     """Data, devices and local training, for demos and simulations."""
 
-    rounds: Annotated[int, Meta(ge=0, description="Rounds of training.")] = 30
-    participation: Annotated[float, Meta(gt=0, le=1, description="Share of the devices asked in a round.")] = 1.0
-    min_reports: Annotated[int, Meta(ge=1, description="Updates without which a round changes nothing.")] = 1
-    local_steps: LocalSteps = 10
-    local_epochs: LocalEpochs = None
-    batch_size: BatchSize = 32
-    learning_rate: LearningRate = 0.05
-    momentum: Momentum = 0.9
-    weight_decay: WeightDecay = 0.0
-    codec: Annotated[Codec, Meta(description="Of the updates.")] = Codec.INT8
-    down: Down = "int8"
-    average: AverageRule = "clipped"
-    hostile: HostileShare = 0.2
-    dp_epsilon: DpEpsilon = None
-    dp_noise: DpNoise = None
-    dp_delta: DpDelta = 1e-5
-    dp_clip: DpClip = 1.0
-    masking: Masking = False
-    min_cohort: MinCohort = MIN_COHORT
+    rounds: methods.Rounds = 30
+    participation: methods.Participation = 1.0
+    min_reports: methods.MinReports = 1
+    local_steps: methods.LocalSteps = 10
+    local_epochs: methods.LocalEpochs = None
+    batch_size: methods.BatchSize = 32
+    learning_rate: methods.LearningRate = 0.05
+    momentum: methods.Momentum = 0.9
+    weight_decay: methods.WeightDecay = 0.0
+    codec: methods.Encoding = Codec.INT8
+    down: methods.Down = "int8"
+    average: protection.AverageRule = "clipped"
+    hostile: protection.HostileShare = 0.2
+    dp_epsilon: protection.DpEpsilon = None
+    dp_noise: protection.DpNoise = None
+    dp_delta: protection.DpDelta = 1e-5
+    dp_clip: protection.DpClip = 1.0
+    masking: protection.Masking = False
+    min_cohort: protection.MinCohort = MIN_COHORT
 
     def for_method(self, seed: int, options: dict[str, Option]) -> MethodSettings:
         """The settings for the method."""
@@ -191,7 +171,7 @@ class DemoSettings(Setup, frozen=True, kw_only=True):
         float, Meta(ge=0, le=1, description="Share of training samples that no upload may learn from.")
     ] = 0.3
     rounds: Annotated[int, Meta(ge=1, description="Rounds of training.")] = 30
-    participation: Annotated[float, Meta(gt=0, le=1, description="Share of the devices asked in a round.")] = 0.75
+    participation: methods.Participation = 0.75
     method: Annotated[str, Meta(description="A registered method; NAME+ft: fine-tuned at the end.")] = "fedge"
     broker: Annotated[str, Meta(description="auto, mosquitto or amqtt: a local one; HOST:PORT: yours.")] = "auto"
     secure: Annotated[

@@ -59,10 +59,13 @@ def test_the_table_is_in_the_document() -> None:
 
 
 @pytest.mark.parametrize("other", [Setup, CoordinatorSettings])
-def test_the_commands_have_the_defaults_of_the_guards(other: type[msgspec.Struct]) -> None:
+def test_the_commands_have_the_defaults_of_guards_and_methods(other: type[msgspec.Struct]) -> None:
     """A struct inherits from one other, so these name the settings anew."""
-    guards, own = ({f.name: f.default for f in msgspec.structs.fields(kind)} for kind in (Protection, other))
+    guards, shared, own = (
+        {f.name: f.default for f in msgspec.structs.fields(kind)} for kind in (Protection, MethodSettings, other)
+    )
     assert {name: own[name] for name in guards} == guards
+    assert {name: own[name] for name in own.keys() & shared.keys()}.items() <= shared.items()
 
 
 def test_the_commands_have_the_same_defaults() -> None:
