@@ -53,6 +53,7 @@ from coordinator.simulation.settings import Scenario
 from edge_agent.sparsity import sparsity_profile
 from edge_agent.worker import Worker
 from fedge import preprocess
+from fedge.fusion import softmax
 from fedge.messages import BlobRef, Codec
 from fedge.models.training import Network
 from fedge.sgd import Sgd
@@ -374,7 +375,7 @@ def _shares_in_means(at: Scene) -> dict[str, dict[str, Vectors]]:
 def _shares_in_updates(at: Scene) -> dict[str, dict[str, Vectors]]:
     """Of each device, from its update, or from a part of it."""
     updates, n_classes = at.updates(), at.n_classes
-    outputs = at.of_classes(lambda x: _softmax(at.network.logits(at.model, x)).mean(axis=0))
+    outputs = at.of_classes(lambda x: softmax(at.network.logits(at.model, x)).mean(axis=0))
     found = {"bias of the head": {i: shares_in_head(own[-n_classes:], outputs, SGD) for i, own in updates.items()}}
     rng = np.random.default_rng(at.seed)
     n_samples = int(np.mean([own.n_shared for own in at.data.values()]))
@@ -396,10 +397,6 @@ def _share_errors(real: Mapping[str, Vectors], found: Mapping[str, Vectors]) -> 
         1 / len(own) if f else own.argmax() == real[i].argmax() for f, (i, own) in zip(flat, found.items(), strict=True)
     ]
     return {"error": float(np.mean(errors)), "commonest": float(np.mean(hits))}
-
-
-def _softmax(logits: Vectors) -> Vectors:
-    return np.exp(logits - np.logaddexp.reduce(logits, axis=1, keepdims=True))
 
 
 def _imitator(known: Samples, n: int, n_classes: int, rng: np.random.Generator) -> DeviceData:

@@ -22,6 +22,7 @@ from coordinator.aggregation.correlation import Array
 from coordinator.assembling import files_of, mixture_of
 from export.gate import POOLED
 from fedge.errors import ConfigError
+from fedge.fusion import softmax
 from fedge.models.training import CPU, Network, Trainer, batches, seeded, tensor
 from fedge.sgd import Sgd
 from fedge.task import TaskSpec
@@ -136,9 +137,7 @@ class ServerData:
         """Class probabilities (n, C) of a model for inputs, by default for D_s; NaN where it is not finite."""
         logits = self._network.logits(model, self.x if x is None else x)
         with np.errstate(invalid="ignore", over="ignore"):
-            exponents = np.exp(logits - logits.max(axis=1, keepdims=True))
-            shares: Array = exponents / exponents.sum(axis=1, keepdims=True)
-        return shares
+            return softmax(logits)
 
     # ------------------------------------------------------------------------------------------------- the gate
 

@@ -27,7 +27,7 @@ from export.graph import Graph
 from export.parity import favour, features_of, logits_of
 from fedge.bundle import INPUT, LOGITS, OUTPUTS
 from fedge.errors import ConfigError
-from fedge.fusion import LOWEST, Array
+from fedge.fusion import LOWEST, Array, softmax
 from fedge.task import TaskSpec
 from fedge.tensors import HEAD, Layout, Model, Tensors, to_bytes, unflatten
 
@@ -130,12 +130,9 @@ def pool_reference(
     """
     fit, z = usable(modules), gate_logits(pool.gate, g)
     z = np.where(pool.keep & fit, z if favoured is None else z + favour(favoured, z), LOWEST)
-    alpha = np.exp(z - z.max(axis=1, keepdims=True))
-    alpha /= alpha.sum(axis=1, keepdims=True)
-    w = top_weights(alpha, pool.top, own=pool.own if pool.anchored else None, keep=pool.keep) * fit
+    w = top_weights(softmax(z), pool.top, own=pool.own if pool.anchored else None, keep=pool.keep) * fit
     logits = rest + np.einsum("nm,nmc->nc", w, np.where(fit[:, :, None], modules, 0.0))
-    p = np.exp(logits - logits.max(axis=1, keepdims=True))
-    return p / p.sum(axis=1, keepdims=True), w
+    return softmax(logits), w
 
 
 def expected(

@@ -50,6 +50,12 @@ _NAN: Final = np.float32(np.nan)
 # ------------------------------------------------------------------------------------------- its terms, for the fit
 
 
+def softmax(scores: Floats, temperature: float = 1.0) -> Array:
+    """Of scores / temperature along the last axis, the largest subtracted first."""
+    exponents = np.exp((scores - scores.max(axis=-1, keepdims=True)) / temperature)
+    return np.asarray(exponents / exponents.sum(axis=-1, keepdims=True))
+
+
 def log_softmax(scores: Array) -> Array:
     """Along the last axis, the largest subtracted first."""
     shifted = scores - scores.max(axis=-1, keepdims=True)

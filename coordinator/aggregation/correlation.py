@@ -15,6 +15,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from fedge.fusion import softmax
 from fedge.tensors import Model
 
 Array = NDArray[np.float64]
@@ -44,9 +45,7 @@ def suitability(q: Array, temperature: float) -> Array:
     Returns:
         (n, K), rows on the simplex.
     """
-    scores = np.exp((q - q.max(axis=1, keepdims=True)) / temperature)
-    shares: Array = scores / scores.sum(axis=1, keepdims=True)
-    return shares
+    return softmax(q, temperature)
 
 
 def correlation(p: Array, a: Array) -> Array:
