@@ -315,7 +315,7 @@ class NoGlobal(Fedge):
         return [role for role in roles if role is not Role.GLOBAL or Role.EXPERT not in roles]
 
 
-class PrivateAlone(Fedge):
+class PrivateAlone(NoGuard):
     """One model, without guard; where there is none the global one."""
 
     LOCAL = False
@@ -323,9 +323,6 @@ class PrivateAlone(Fedge):
 
     def mixed(self, roles: list[Role]) -> list[Role]:
         return [self.ROLE if self.ROLE in roles else Role.GLOBAL]
-
-    def mixture(self, pool: Pool, fitted: CandidatesFitted) -> FitGate:
-        return ablated(FitAblatedGate, super().mixture(pool, fitted), guards=False)
 
 
 class GlobalAlone(PrivateAlone):

@@ -33,8 +33,8 @@ from deploy.slots import newest_in_inbox, owned
 from fedge.background import first_failure, on_signal
 from fedge.bundle import read
 from fedge.config import NAME, Name, Secret, resolve, settings_options
-from fedge.credentials import Credentials
-from fedge.egress import Door, Rules, rules_of
+from fedge.credentials import Credentials, KeepAlive
+from fedge.egress import Door, Rules, RulesFile, rules_of
 from fedge.errors import ConfigError, StoreError, TransportError
 from fedge.logs import bind
 from fedge.notify import ready
@@ -87,13 +87,8 @@ class ServeSettings(Credentials, frozen=True, kw_only=True):
     broker: Annotated[str, Meta(description="MQTT broker, HOST:PORT: also answer sensors there.")] | None = None
     federation: Annotated[Name, Meta(description="With a broker: the federation's name.")] | None = None
     id: Annotated[Name, Meta(description="With a broker: the name of this device.")] | None = None
-    egress: (
-        Annotated[Path, Meta(description="The owner's file of what may leave; default: HOME/egress.toml.")] | None
-    ) = None
-    keepalive_s: Annotated[
-        int,
-        Meta(ge=1, le=3600, description="Keep-alive; after 1.5 times this we count as gone.", extra={"unit": "s"}),
-    ] = 30
+    egress: RulesFile = None
+    keepalive_s: KeepAlive = 30
 
 
 @click.command()

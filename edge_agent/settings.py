@@ -9,7 +9,8 @@ from typing import Annotated
 from msgspec import Meta
 
 from fedge.config import Name
-from fedge.credentials import Credentials
+from fedge.credentials import Credentials, KeepAlive
+from fedge.egress import RulesFile
 from fedge.processor import Processor, TrainOn
 from fedge.step import Steps, known_steps
 from fedge.steps.mask_shares import MIN_COHORT
@@ -34,9 +35,7 @@ class AgentSettings(Credentials, frozen=True, kw_only=True):
     inference_only: Annotated[
         bool, Meta(description="Never train: wait for a finished bundle. Always so without torch.")
     ] = False
-    egress: (
-        Annotated[Path, Meta(description="The owner's file of what may leave; default: HOME/egress.toml.")] | None
-    ) = None
+    egress: RulesFile = None
     max_epsilon: (
         Annotated[
             float,
@@ -84,10 +83,7 @@ class AgentSettings(Credentials, frozen=True, kw_only=True):
         str, Meta(description="Your own steps besides the installed ones, package.module:Class, comma-separated.")
     ] = ""
     allow: Allow = ""
-    keepalive_s: Annotated[
-        int,
-        Meta(ge=1, le=3600, description="Keep-alive; after 1.5 times this we count as gone.", extra={"unit": "s"}),
-    ] = 30
+    keepalive_s: KeepAlive = 30
 
     @property
     def trains(self) -> bool:

@@ -16,6 +16,9 @@ CA: Final = "ca.crt"
 CERTIFICATE: Final = "own.crt"
 KEY: Final = "own.key"
 """Files of an identity, the folder that `fedge provision` and `fedge enrol` write."""
+KeepAlive = Annotated[
+    int, Meta(ge=1, le=3600, description="Keep-alive; after 1.5 times this we count as gone.", extra={"unit": "s"})
+]
 
 
 class Credentials(Struct, frozen=True, kw_only=True):

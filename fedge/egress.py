@@ -47,6 +47,7 @@ Told = Mapping[str, Reveals]
 
 FILE: Final = "egress.toml"
 """In a device's home: where its owner says what may leave, unless --egress names another file."""
+RulesFile = Annotated[Path, Meta(description="The owner's file of what may leave; default: HOME/egress.toml.")] | None
 
 PRIVACY_LEDGER: Final = "privacy.json"
 """In a device's home: the privacy budget that its training has spent (`edge_agent.privacy_ledger`)."""

@@ -22,6 +22,12 @@ Engine = Literal["local", "ray"]
 """What carries out the devices' orders."""
 Hardware = Literal["mixed", "steady", "none"]
 """What the devices are (`coordinator.fleet.devices`)."""
+RayAddress = Annotated[
+    str | None, Meta(description="Of a running cluster, auto: this machine's; by default one is started here.")
+]
+Results = Annotated[
+    Path | None, Meta(description="Folder of the results, gone on with if it has some; by default a new one.")
+]
 
 
 class Setup(Partitioning, frozen=True, kw_only=True):
@@ -97,9 +103,7 @@ class Running(Scenario, frozen=True, kw_only=True):
     engine: Annotated[
         Engine, Meta(description="local: this process, of a comparison several; ray: a Ray cluster (fedge[ray]).")
     ] = "local"
-    ray_address: Annotated[
-        str | None, Meta(description="Of a running cluster, auto: this machine's; by default one is started here.")
-    ] = None
+    ray_address: RayAddress = None
 
 
 class SimulationSettings(Running, frozen=True, kw_only=True):
@@ -130,9 +134,7 @@ class CompareSettings(Running, frozen=True, kw_only=True):
     jobs: Annotated[
         Annotated[int, Meta(ge=1)] | None, Meta(description="Runs at the same time; default: a core each; 1 with cuda.")
     ] = None
-    out: Annotated[
-        Path | None, Meta(description="Folder of the results, gone on with if it has some; by default a new one.")
-    ] = None
+    out: Results = None
 
 
 class TuneSettings(Scenario, frozen=True, kw_only=True):
@@ -143,12 +145,8 @@ class TuneSettings(Scenario, frozen=True, kw_only=True):
     )
     trials: Annotated[int, Meta(ge=2, description="Configurations that are tried, the first one as it is.")] = 20
     seed: Annotated[int, Meta(ge=0, description="Of partition, first model, training and search.")] = 0
-    ray_address: Annotated[
-        str | None, Meta(description="Of a running cluster, auto: this machine's; by default one is started here.")
-    ] = None
-    out: Annotated[
-        Path | None, Meta(description="Folder of the results, gone on with if it has some; by default a new one.")
-    ] = None
+    ray_address: RayAddress = None
+    out: Results = None
 
 
 class DemoSettings(Setup, frozen=True, kw_only=True):
