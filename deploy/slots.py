@@ -36,6 +36,7 @@ from fedge.files import (
     copy_durably,
     exclusive,
     make_folder,
+    read_lasting,
     reading,
     require_utf8,
     whole_folder,
@@ -105,12 +106,7 @@ def state_of(home: Path) -> State:
     Raises:
         StoreError: it cannot be read.
     """
-    try:
-        return msgspec.json.decode((home / "slots.json").read_bytes(), type=State)
-    except FileNotFoundError:
-        return State()
-    except (OSError, *MALFORMED) as error:
-        raise StoreError(f"cannot read {home / 'slots.json'}: {error}") from error
+    return read_lasting(home / "slots.json", msgspec.json.Decoder(State).decode) or State()
 
 
 def newest_in_inbox(home: Path, above: int, known: Container[str], damaged: Container[Path] = ()) -> Path | None:

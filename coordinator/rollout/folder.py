@@ -20,8 +20,7 @@ import msgspec
 from msgspec import Struct
 
 from coordinator.rollout import Plan, Progress
-from fedge.errors import MALFORMED, StoreError
-from fedge.files import InUseError, locked, read_kept, write_atomically
+from fedge.files import InUseError, locked, read_kept, read_lasting, write_atomically
 from fedge.messages import Count, Id, Outliers, Phase, Quality, RolloutState, Text
 
 LOOKED_AT_S: Final = 1.0
@@ -107,12 +106,7 @@ class Folder:
         Raises:
             StoreError: it cannot be read.
         """
-        try:
-            return msgspec.json.decode((self.path / "state.json").read_bytes(), type=Record)
-        except FileNotFoundError:
-            return None
-        except (OSError, *MALFORMED) as error:
-            raise StoreError(f"cannot read {self.path / 'state.json'}: {error}") from error
+        return read_lasting(self.path / "state.json", msgspec.json.Decoder(Record).decode)
 
     def write(self, record: Record) -> None:
         """Replace it.
