@@ -27,6 +27,7 @@ from coordinator.control import Wishes, at_round, wishes_in
 from coordinator.fleet.mqtt import MqttFleet
 from coordinator.fleet.relayed import STEPS, RelayFleet
 from coordinator.methods import (
+    DEFAULT,
     Method,
     MethodSettings,
     Option,
@@ -54,7 +55,6 @@ from fedge.malloc import tune_malloc
 from fedge.messages import BlobRef, Codec, blobs_of
 from fedge.notify import ready
 from fedge.processor import Processor
-from fedge.steps.mask_shares import MIN_COHORT
 from fedge.task import TaskSpec
 from fedge.tasks import labelled, write_task
 from fedge.tensors import Layout, unflatten
@@ -125,9 +125,9 @@ class CoordinatorSettings(Credentials, frozen=True, kw_only=True):
     late_joiners: Annotated[
         bool, Meta(description="Stay after the last round and give new devices a bundle (fedge, fedcoe), until Ctrl-C.")
     ] = False
-    rounds: methods.Rounds = 30
+    rounds: methods.Rounds = DEFAULT.rounds
     devices: Annotated[int, Meta(ge=1, description="Devices to wait for before round 1.")] = 1
-    participation: methods.Participation = 1.0
+    participation: methods.Participation = DEFAULT.participation
     deadline_s: Annotated[
         float,
         Meta(
@@ -137,31 +137,31 @@ class CoordinatorSettings(Credentials, frozen=True, kw_only=True):
             extra={"unit": "s"},
         ),
     ] = 60.0
-    min_reports: methods.MinReports = 1
+    min_reports: methods.MinReports = DEFAULT.min_reports
     keep_rounds: Annotated[
         int,
         Meta(ge=RECALLED_ROUNDS, description="Rounds whose devices, orders and reports stay in the store, for audits."),
     ] = RECALLED_ROUNDS
     seed: Annotated[int, Meta(ge=0, description="Of all random numbers.")] = 0
-    local_steps: methods.LocalSteps = 10
+    local_steps: methods.LocalSteps = DEFAULT.sgd.steps
     local_epochs: methods.LocalEpochs = None
-    batch_size: methods.BatchSize = 32
-    learning_rate: methods.LearningRate = 0.05
-    momentum: methods.Momentum = 0.9
-    weight_decay: methods.WeightDecay = 0.0
-    codec: methods.Encoding = Codec.INT8
-    down: methods.Down = "int8"
+    batch_size: methods.BatchSize = DEFAULT.sgd.batch_size
+    learning_rate: methods.LearningRate = DEFAULT.sgd.learning_rate
+    momentum: methods.Momentum = DEFAULT.sgd.momentum
+    weight_decay: methods.WeightDecay = DEFAULT.sgd.weight_decay
+    codec: methods.Encoding = DEFAULT.codec
+    down: methods.Down = DEFAULT.down
     readmit: Annotated[
         str, Meta(description="Devices that leave quarantine now, comma-separated: their evidence is forgotten.")
     ] = ""
-    average: protection.AverageRule = "clipped"
-    hostile: protection.HostileShare = 0.2
-    dp_epsilon: protection.DpEpsilon = None
-    dp_noise: protection.DpNoise = None
-    dp_delta: protection.DpDelta = 1e-5
-    dp_clip: protection.DpClip = 1.0
-    masking: protection.Masking = False
-    min_cohort: protection.MinCohort = MIN_COHORT
+    average: protection.AverageRule = DEFAULT.protection.average
+    hostile: protection.HostileShare = DEFAULT.protection.hostile
+    dp_epsilon: protection.DpEpsilon = DEFAULT.protection.dp_epsilon
+    dp_noise: protection.DpNoise = DEFAULT.protection.dp_noise
+    dp_delta: protection.DpDelta = DEFAULT.protection.dp_delta
+    dp_clip: protection.DpClip = DEFAULT.protection.dp_clip
+    masking: protection.Masking = DEFAULT.protection.masking
+    min_cohort: protection.MinCohort = DEFAULT.protection.min_cohort
     ui: Annotated[str, Meta(description="Show the federation in a browser at HOST:PORT (`fedge ui`).")] | None = None
     tensorboard: TensorBoard = None
     mlflow: MLflow = None

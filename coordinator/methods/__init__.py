@@ -69,6 +69,8 @@ class MethodSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     options: dict[str, Option] = {}  # the method's own, by the names of its `Options`
 
 
+DEFAULT: Final = MethodSettings()
+"""Its values are the defaults of the commands."""
 Rounds = Annotated[int, Meta(ge=0, description="Rounds of training.")]
 Participation = Annotated[float, Meta(gt=0, le=1, description="Share of the devices asked in a round.")]
 MinReports = Annotated[int, Meta(ge=1, description="Updates without which a round changes nothing.")]

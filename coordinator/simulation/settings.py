@@ -11,11 +11,9 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from coordinator import methods, protection
-from coordinator.methods import MethodSettings, Option, settings_of
+from coordinator.methods import DEFAULT, MethodSettings, Option, settings_of
 from coordinator.tracking import MLflow, TensorBoard
-from fedge.messages import Codec
 from fedge.processor import Processor, TrainOn
-from fedge.steps.mask_shares import MIN_COHORT
 from fedge.tasks.partition import How, Partitioning
 
 Engine = Literal["local", "ray"]
@@ -33,25 +31,25 @@ Results = Annotated[
 class Setup(Partitioning, frozen=True, kw_only=True):
     """Data, devices and local training, for demos and simulations."""
 
-    rounds: methods.Rounds = 30
-    participation: methods.Participation = 1.0
-    min_reports: methods.MinReports = 1
-    local_steps: methods.LocalSteps = 10
+    rounds: methods.Rounds = DEFAULT.rounds
+    participation: methods.Participation = DEFAULT.participation
+    min_reports: methods.MinReports = DEFAULT.min_reports
+    local_steps: methods.LocalSteps = DEFAULT.sgd.steps
     local_epochs: methods.LocalEpochs = None
-    batch_size: methods.BatchSize = 32
-    learning_rate: methods.LearningRate = 0.05
-    momentum: methods.Momentum = 0.9
-    weight_decay: methods.WeightDecay = 0.0
-    codec: methods.Encoding = Codec.INT8
-    down: methods.Down = "int8"
-    average: protection.AverageRule = "clipped"
-    hostile: protection.HostileShare = 0.2
-    dp_epsilon: protection.DpEpsilon = None
-    dp_noise: protection.DpNoise = None
-    dp_delta: protection.DpDelta = 1e-5
-    dp_clip: protection.DpClip = 1.0
-    masking: protection.Masking = False
-    min_cohort: protection.MinCohort = MIN_COHORT
+    batch_size: methods.BatchSize = DEFAULT.sgd.batch_size
+    learning_rate: methods.LearningRate = DEFAULT.sgd.learning_rate
+    momentum: methods.Momentum = DEFAULT.sgd.momentum
+    weight_decay: methods.WeightDecay = DEFAULT.sgd.weight_decay
+    codec: methods.Encoding = DEFAULT.codec
+    down: methods.Down = DEFAULT.down
+    average: protection.AverageRule = DEFAULT.protection.average
+    hostile: protection.HostileShare = DEFAULT.protection.hostile
+    dp_epsilon: protection.DpEpsilon = DEFAULT.protection.dp_epsilon
+    dp_noise: protection.DpNoise = DEFAULT.protection.dp_noise
+    dp_delta: protection.DpDelta = DEFAULT.protection.dp_delta
+    dp_clip: protection.DpClip = DEFAULT.protection.dp_clip
+    masking: protection.Masking = DEFAULT.protection.masking
+    min_cohort: protection.MinCohort = DEFAULT.protection.min_cohort
 
     def for_method(self, seed: int, options: dict[str, Option]) -> MethodSettings:
         """The settings for the method."""
