@@ -29,8 +29,9 @@ from fedge import retained
 from fedge.broker import LocalBroker
 from fedge.errors import ConfigError, StoreError, TransportError
 from fedge.identity import CRL, Role
-from fedge.messages import BlobRef, Presence, Status, encode
+from fedge.messages import BlobRef, Presence, Status, Why, encode
 from fedge.sealed import Signed
+from fedge.step import Declined
 from fedge.tasks import task_spec
 from fedge.tensors import Model
 from fedge.topics import Topics
@@ -318,16 +319,20 @@ def test_a_store_that_cannot_be_read_ends_with_4(tmp_path: Path) -> None:
     assert "error: the store cannot be read or written" in said.stderr
 
 
-@pytest.fixture
-def waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[str]]:
-    """A coordinator that waits for a broker which is not there. Its first model is made here, without torch."""
+def begun(home: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
+    """A coordinator's folder whose first model is made here, without torch."""
     first = LAYOUT, Model(np.zeros(6, np.float32), np.zeros(0, np.float32), np.zeros(0, np.int64))
     monkeypatch.setattr(service, "first_model", lambda *_: first)
-    settings = CoordinatorSettings(
-        broker="unused", federation="f", home=tmp_path / "home", task="digits", method="fedavg"
-    )
-    with contextlib.closing(Store(settings.home)) as store:
+    given = {"broker": "unused", "federation": "f", "home": home, "task": "digits", "method": "fedavg", **changes}
+    settings = CoordinatorSettings(**given)
+    with contextlib.closing(Store(home)) as store:
         service.start(settings, task_spec("digits"), store)
+
+
+@pytest.fixture
+def waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[str]]:
+    """A coordinator that waits for a broker which is not there."""
+    begun(tmp_path / "home", monkeypatch)
     process = subprocess.Popen(
         [sys.executable, "-m", "fedge.cli", "coordinator", *common(tmp_path / "home"), "--method", "fedavg", "--json"],
         stdout=subprocess.PIPE,
@@ -363,6 +368,23 @@ def test_an_end_at_which_nobody_has_a_bundle_is_no_success(
 
     monkeypatch.setattr(cli, "serve", served)
     assert coordinator.main(common(tmp_path / "home"), standalone_mode=False) == code
+
+
+@pytest.mark.process
+async def test_a_run_whose_only_device_declines_its_bundle_ends_with_6(
+    one_broker: LocalBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "home"
+    begun(home, monkeypatch, rounds=0)
+    flags = [*common(home, one_broker.port), "--method", "fedavg", "--rounds", 0]
+    async with RawDevice(one_broker, "cam1", tmp_path) as device:
+        await device.appear("2", task=task_spec("digits"))
+        ending = asyncio.create_task(asyncio.to_thread(run_fedge, "coordinator", *flags))
+        await device.report(await device.order("install"), Declined(why=Why.DISK))
+        said = await ending
+    assert said.returncode == 6, said.stderr
+    summary = json.loads((home / "summary.json").read_bytes())
+    assert (summary["done"], summary["installed"], summary["without_bundle"]) == (True, {}, ["cam1"])
 
 
 def test_a_second_coordinator_of_a_folder_is_refused(waiting: subprocess.Popen[str], tmp_path: Path) -> None:
