@@ -79,12 +79,16 @@ class _Message2(Struct, frozen=True, kw_only=True, tag_field="type"):
     VERSION: ClassVar[int] = 2
 
 
-class BlobRef(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Names the bytes of some tensors by their hash, wherever they come from."""
+class BlobRef(Struct, frozen=True, kw_only=True):
+    """Names the bytes of some tensors by their hash, wherever they come from. Unknown fields are ignored."""
 
     digest: Digest
     size_bytes: Annotated[int, Meta(ge=1, le=2**40)]
     codec: Codec = Codec.FLOAT32  # meaningless for a file without tensors
+
+
+class FileRef(BlobRef, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A reference in a message of version 1, which refuses unknown fields."""
 
 
 # ---------------------------------------------------------------------------------------------- what a device is
@@ -285,7 +289,7 @@ class Rollout(_Message, frozen=True, kw_only=True, tag="rollout"):
     release: Count
     canaries: Annotated[tuple[Id, ...], Meta(max_length=256)] = ()
     share: Share
-    metadata: Annotated[dict[Text, BlobRef], Meta(max_length=128)]  # files of the signed repository by name
+    metadata: Annotated[dict[Text, FileRef], Meta(max_length=128)]  # files of the signed repository by name
     version: Count = 0
 
 

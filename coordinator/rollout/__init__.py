@@ -15,9 +15,9 @@ from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from fedge.messages import (
-    BlobRef,
     Count,
     Digest,
+    FileRef,
     Health,
     Id,
     NonNegative,
@@ -132,7 +132,7 @@ def share_of(plan: Plan, progress: Progress, fleet: Mapping[str, Seen], now: flo
     return share if first < share else math.nextafter(first, 1.0)
 
 
-def message(plan: Plan, progress: Progress, metadata: Mapping[str, BlobRef]) -> Rollout:
+def message(plan: Plan, progress: Progress, metadata: Mapping[str, FileRef]) -> Rollout:
     """The announcement to the fleet."""
     return Rollout(
         id=plan.id,

@@ -27,7 +27,7 @@ from fedge.bundle import decode as decode_manifest
 from fedge.errors import ConfigError, ProtocolError
 from fedge.files import version_of
 from fedge.identity import Role, Subject
-from fedge.messages import Announcement, BlobRef, Health, Rollout, RolloutState, decode, encode
+from fedge.messages import Announcement, FileRef, Health, Rollout, RolloutState, decode, encode
 from fedge.sealed import Signed, speaker
 from fedge.tensors import digest_of
 from fedge.topics import Topics
@@ -64,7 +64,7 @@ class Release:
         self._target = target
         self._signed: tuple[int, int, int] | None = (-1, -1, -1)
         self._bytes: dict[str, bytes] = {}
-        self.metadata: dict[str, BlobRef] = {}
+        self.metadata: dict[str, FileRef] = {}
         self.refresh()
         (data,) = (data for name, data in self._files.items() if name.startswith(target.rpartition("/")[0] + "/"))
         self.digest = digest_of(data)
@@ -94,7 +94,7 @@ class Release:
             self._files = {name: path.read_bytes() for name, path in self._repository.files(self._target).items()}
             self._bytes = {digest_of(data): data for data in self._files.values()}
             self.metadata = {
-                name: BlobRef(digest=digest_of(data), size_bytes=len(data)) for name, data in self._files.items()
+                name: FileRef(digest=digest_of(data), size_bytes=len(data)) for name, data in self._files.items()
             }
             self._signed = signed
 

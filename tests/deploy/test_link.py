@@ -37,7 +37,7 @@ from deploy.slots import Slots
 from deploy.trust import install_root
 from fedge.egress import PRIVACY_LEDGER
 from fedge.errors import StoreError, UpdateRejected
-from fedge.messages import Announcement, BlobRef, Health, Phase, Quality, Rollout, RolloutState, decode, encode
+from fedge.messages import Announcement, FileRef, Health, Phase, Quality, Rollout, RolloutState, decode, encode
 from fedge.rollout import MAX_METADATA_BYTES
 from fedge.tensors import digest_of
 from fedge.transport import BrokerSettings, Inbound
@@ -115,12 +115,12 @@ def test_what_it_says(now, phase):
 
 def rollout(target="5/manifest.json", metadata=None, **others):
     if metadata is None:
-        metadata = {"timestamp.json": BlobRef(digest=OLD, size_bytes=5), f"5/{NEW}.manifest.json": ref(NEW)}
+        metadata = {"timestamp.json": FileRef(digest=OLD, size_bytes=5), f"5/{NEW}.manifest.json": ref(NEW)}
     return Rollout(id="r", state=RUNNING, target=target, release=5, share=1.0, metadata=metadata, **others)
 
 
 def ref(digest, size_bytes=5):
-    return BlobRef(digest=digest, size_bytes=size_bytes)
+    return FileRef(digest=digest, size_bytes=size_bytes)
 
 
 def test_the_manifest_is_named_by_its_digest():

@@ -152,7 +152,6 @@ BODIES = {
     "a field is missing": msgspec.msgpack.encode({"noise": 0.0}),
     "a field of another type": msgspec.msgpack.encode({"extractor": "0" * 64}),
     "a field out of range": msgspec.msgpack.encode({"extractor": REF, "noise": -1.0}),
-    "an unknown field of a reference": msgspec.msgpack.encode({"extractor": {**msgspec.to_builtins(REF), "path": "/"}}),
     "more behind it": body_of(PROFILE) + b"\0",
     "too deep": b"\x91" * 50_000,
     "text that is none": b"\x81\xa9extractor\xa1\xff",
@@ -164,6 +163,12 @@ def test_a_body_that_is_no_action_is_malformed(body: bytes) -> None:
     with pytest.raises(ProtocolError) as caught:
         read_action(msgspec.structs.replace(order_of(PROFILE), body=body), installed_steps())
     assert caught.value.name == "malformed"
+
+
+def test_unknown_fields_of_an_action_and_of_its_references_are_ignored() -> None:
+    later = {"extractor": {**msgspec.to_builtins(REF), "colour": "red"}, "wings": 2}
+    order = msgspec.structs.replace(order_of(PROFILE), body=msgspec.msgpack.encode(later))
+    assert read_action(order, installed_steps()) == Profile(extractor=REF)
 
 
 def test_every_prefix_of_a_body_is_malformed() -> None:

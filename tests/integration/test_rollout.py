@@ -26,7 +26,7 @@ from deploy.slots import slot_in, state_of
 from export.signing import Repository
 from fedge.broker import LocalBroker
 from fedge.bundle import read
-from fedge.messages import Announcement, BlobRef, Health, Phase, Rollout, RolloutState, Want, decode, encode
+from fedge.messages import Announcement, FileRef, Health, Phase, Rollout, RolloutState, Want, decode, encode
 from fedge.preprocess import apply
 from fedge.rollout import place
 from fedge.tasks import pool, task_spec
@@ -427,7 +427,7 @@ class Liar:
     ) -> None:
         """With the key that signs announcements; the files may be anybody's."""
         self.blobs |= {digest_of(data): data for data in files.values()}
-        refs = {n: BlobRef(digest=digest_of(d), size_bytes=sizes.get("size", len(d))) for n, d in files.items()}
+        refs = {n: FileRef(digest=digest_of(d), size_bytes=sizes.get("size", len(d))) for n, d in files.items()}
         rollout = Rollout(
             id=name,
             state=RolloutState.RUNNING,
