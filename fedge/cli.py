@@ -37,8 +37,18 @@ class About(NamedTuple):
     group: str  # its heading
 
 
-RENAMED: Final = {"--welcome": "--late-joiners", "--newcomers": "--late-joiners"}
+RENAMED: Final = {
+    "--welcome": "--late-joiners",
+    "--newcomers": "--late-joiners",
+    "--reserved": "--server-data",
+    "--agents": "--devices",
+}
 """Options of former versions that no command has any more, and those that stand for them."""
+NEVER: Final = {
+    "--optimizer": "devices train by SGD with momentum (--learning-rate, --momentum, --weight-decay). There is no other "
+    "optimizer: orders can express only this one, and the methods' equations use it",
+}
+"""Options that people look for and no command has, and why."""
 HERE: Final = "Try it on this machine"
 SERVER: Final = "Edge server"
 WATCH: Final = "See the fleet, and act"
@@ -190,8 +200,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (click.Abort, KeyboardInterrupt):
         return INTERRUPTED
     except click.ClickException as error:
-        if isinstance(error, click.NoSuchOption) and (now := RENAMED.get(error.option_name)):
-            error = click.UsageError(f"there is no option {error.option_name} any more: it is {now} now", error.ctx)
+        if isinstance(error, click.NoSuchOption):
+            name = error.option_name
+            if now := RENAMED.get(name):
+                error = click.UsageError(f"there is no option {name} any more: it is {now} now", error.ctx)
+            elif why := NEVER.get(name):
+                error = click.UsageError(f"there is no option {name}: {why}", error.ctx)
         error.show()
         return error.exit_code
     except UnicodeEncodeError as error:  # JSON and the store hold text

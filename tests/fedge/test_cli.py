@@ -14,6 +14,7 @@ import pytest
 import fedge
 from fedge import cli, errors, logs
 
+ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "torchvision", "sklearn", "onnx", "onnxruntime", "scipy")
 
 
@@ -161,9 +162,30 @@ def test_wrong_usage_names_the_nearest_command(commands: dict[str, object], caps
     assert cli.main(["demo", "--no-such-flag"]) == 2
 
 
-def test_an_option_of_a_former_version_names_the_one_of_now(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["simulate", "--newcomers", "3"]) == 2
-    assert "--late-joiners" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("command", "former", "now"),
+    [
+        ("simulate", "--newcomers", "--late-joiners"),
+        ("simulate", "--reserved", "--server-data"),
+        ("coordinator", "--agents", "--devices"),
+    ],
+)
+def test_an_option_of_a_former_version_names_the_one_of_now(
+    command: str, former: str, now: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([command, former, "3"]) == 2
+    assert f"there is no option {former} any more: it is {now} now" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["simulate", "compare"])
+def test_an_option_that_no_command_has_says_why_as_the_documents_do(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([command, "--optimizer", "adam"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    why = "orders can express only this one, and the methods' equations use it"
+    assert f"There is no other optimizer: {why}" in said
+    assert why in " ".join((ROOT / "docs/simulation.md").read_text().split())
 
 
 def test_a_missing_package_says_which_extra_brings_it(
