@@ -56,6 +56,13 @@ def test_the_reference_of_the_methods_is_up_to_date() -> None:
     )
 
 
+def test_the_methods_have_few_options_and_few_settings_that_all_share() -> None:
+    shared, options = (ROOT / "docs/methods/README.md").read_text().split("## Options of a method")
+    rows = re.compile(r"^\| `", re.MULTILINE)
+    assert 0 < len(rows.findall(shared)) <= 15
+    assert 0 < len(rows.findall(options)) <= 45
+
+
 def examples() -> Iterator[list[str]]:
     """The words of every `fedge` command in the documents' blocks; those of the commands' help are in docs/cli.md."""
     for document in DOCUMENTS:

@@ -51,8 +51,10 @@ fedge coordinator --method fedprox --option proximal_mu=0.1 --broker localhost:1
 AFTER = """
 `selection` is set like an option of the method: `uniform` draws; `ccmab` is FedEPC's bandit with its deadline, in each
 cluster, or with all devices as one; `stratified` draws about equally many from each cluster (CFIC); `fastest` takes
-those that were fastest so far. Each method says which it has, its default first. `local`, `fedge`, `pm-moe` and
-`scmoe-pfl` refuse `+ft`, since what they end in is already fitted on each device.
+those that were fastest so far. Each method says which it has, its default first.
+
+`NAME+ft` is the method, then fine-tuning on each device, its length chosen on validation samples. `local`, `fedge`,
+`pm-moe` and `scmoe-pfl` refuse it, since what they end in is already fitted on each device.
 
 Differential privacy (`--dp-epsilon` or `--dp-noise`, `--dp-delta`, `--dp-clip`) and masked sums (`--masking`,
 `--min-cohort`) have settings of their own; [privacy.md](../privacy.md) says what they promise, and
@@ -87,7 +89,6 @@ def shared() -> list[str]:
     return [
         *rows,
         "| `selection` | `uniform`, `ccmab`, `stratified`, `fastest` | the method's | Who trains in a round. |",
-        "| `NAME+ft` | | | The method, then fine-tuning on each device, its length chosen on validation samples. |",
     ]
 
 
