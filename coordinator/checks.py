@@ -174,8 +174,8 @@ def _memory(ram_gb: float, devices_gb: float | None) -> list[Finding]:
 def without_profile(method: str, options: Mapping[str, Option]) -> str:
     """Effect on a method if the network has no ReLU for a profile; empty: it needs none."""
     chosen, _ = options_of(kind := method_class(method), options)
-    if kind.name == "fedge" and not getattr(chosen, "buffer", 0):
-        return "all form one group when it is chosen who trains; experts come from their updates, as always"
+    if kind.WITHOUT_PROFILE and not getattr(chosen, "buffer", 0):
+        return kind.WITHOUT_PROFILE
     if getattr(chosen, "clustering", "labels") in {"labels", "mctc"}:
         return ""
     return "all will share one model: end the hidden layers with torch.nn.ReLU(), or take --option clustering=mctc"

@@ -193,6 +193,9 @@ class Method(Generic[S]):
     """Options, as NAME=VALUE, with which it learns from the server's labelled samples; "": it always does."""
     REVEALS: ClassVar[frozenset[Reveals]] = frozenset()
     """What a device's owner must let out for it, beyond the default rules."""
+    WITHOUT_PROFILE: ClassVar[str] = ""
+    """What becomes of rounds that wait for their devices if the network has no ReLU for a profile; empty: such a method
+    takes profiles for its `clustering` alone, if at all."""
     SERVES_LATE_JOINERS: ClassVar[bool] = False
     """Whether `serve_late_joiners` equips devices that come after the end."""
 

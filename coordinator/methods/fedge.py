@@ -178,6 +178,7 @@ class Fedge(Method[FedgeState]):
         ABLATION,
     )
     NO_RELAYS = {"buffer": ONE_BY_ONE}
+    WITHOUT_PROFILE = "all form one group when it is chosen who trains; experts come from their updates, as always"
     SERVES_LATE_JOINERS = True
     SHRINKAGE: ClassVar[float] = 20.0
     """a of the devices' own weights, in samples (section 8)."""
