@@ -173,7 +173,7 @@ class Session:
         return self._running() is None
 
     def next_wakeup(self) -> float | None:
-        """When the next `Tick` is due, by the clock of `handle`; None: only another event can change anything."""
+        """When something is due next, by the clock of `handle`; None: only another event can change anything."""
         times = [held.resend_at for held in self._held.values() if held.phase is Phase.REPORTED]
         times += [held.due_at for held in self._held.values() if held.phase in {Phase.QUEUED, Phase.RUNNING}]
         return min(times, default=None)
