@@ -27,7 +27,7 @@ from coordinator.store import DEVICES, EXPIRED, RECALLED_ROUNDS, Entry, Store
 from fedge import codec
 from fedge.broker import LocalBroker
 from fedge.errors import ConfigError, ProtocolError, StoreError
-from fedge.messages import MAX_LEFT_S, Capabilities, Codec, Context, Outcome, Presence, Report, Want, Why
+from fedge.messages import MAX_LEFT_S, Capabilities, Codec, Context, Outcome, Presence, Report, Status, Want, Why
 from fedge.sgd import Sgd
 from fedge.step import Declined, Failed, Result, Unsupported, report_of
 from fedge.steps.describe_labels import DescribeLabels, LabelsDescribed
@@ -37,6 +37,7 @@ from fedge.steps.train import Start, Train, Trained
 from fedge.steps.train_rod import TrainRod
 from fedge.steps.trial import Tried
 from fedge.tensors import BASE, HEAD, Layout, TensorInfo, digest_of, to_bytes
+from tests.chaos.network import Network
 from tests.support.broker import settings
 from tests.support.device import IN_0_1, LAYOUT, TASK, RawDevice, tensors, trained
 from tests.support.peer import action_of
@@ -57,7 +58,9 @@ async def stack() -> AsyncIterator[AsyncExitStack]:
         yield opened
 
 
-def make_fleet(broker: LocalBroker, store: Store, deadline_s: float = DEADLINE_S, layout: Layout = LAYOUT) -> MqttFleet:
+def make_fleet(
+    broker: LocalBroker | Network, store: Store, deadline_s: float = DEADLINE_S, layout: Layout = LAYOUT
+) -> MqttFleet:
     return MqttFleet(
         settings(broker),
         store,
@@ -402,6 +405,34 @@ async def test_a_device_that_comes_back_gets_its_order_at_once(
     order = await a.order("train", count=2)
     await a.report(order, Declined(why=Why.HOT))
     assert (await running)["a"].result == Declined(why=Why.HOT)
+
+
+async def test_a_reconnect_of_ours_makes_no_device_a_new_one(
+    broker: LocalBroker, store: Store, stack: AsyncExitStack, tmp_path: Path
+) -> None:
+    """The broker repeats every retained status; who counted that would ask and equip everybody anew."""
+    network = await stack.enter_async_context(Network(broker.host, broker.port))
+    fleet = await stack.enter_async_context(make_fleet(network, store))
+    for name in ("a", "b"):
+        await stack.enter_async_context(RawDevice(broker, name, tmp_path))
+    await fleet.begin(1, 2)
+    before = {device.id: device.incarnation for device in fleet.devices()}
+    late = asyncio.create_task(fleet.registry.wait_for_late_joiner(before, ()))
+    repeated: list[str] = []
+    heard = fleet.registry.on_status
+
+    def counted(device: str, status: Status) -> bool:
+        repeated.append(device)
+        return heard(device, status)
+
+    fleet.registry.on_status = counted  # type: ignore[method-assign]
+    network.cut()
+    await until(lambda: {"a", "b"} <= set(repeated))
+    assert {device.id: device.incarnation for device in fleet.registry.online()} == before
+    await fleet.begin(2, 2)
+    assert {device.id: device.incarnation for device in fleet.devices()} == before
+    assert not late.done()
+    late.cancel()
 
 
 # -------------------------------------------------------------------------------------------------- bad devices
