@@ -193,7 +193,6 @@ MALFORMED: list[tuple[Action | Result, dict[str, Any]]] = [
     (trained(), {"val_accuracy": 1.01}),
     (trained(), {"update": {"digest": "AB" * 32, "size_bytes": 1}}),
     (trained(), {"update": {"digest": "0" * 64, "size_bytes": 0}}),
-    (trained(), {"update": {"digest": "0" * 64, "size_bytes": 1, "path": "/"}}),
     (DITTO, {"proximal_lambda": -1.0}),
     (DBE, {"kappa": -1.0}),
     (FeaturesMeasured(mean=(0.0,), n_samples=1), {"mean": ()}),
@@ -258,6 +257,12 @@ def test_what_the_action_did_not_ask_for_is_refused(action: Action, result: Resu
     with pytest.raises(ProtocolError) as caught:
         action.check(result, TASK)
     assert caught.value.name == name
+
+
+def test_unknown_fields_of_a_result_and_of_its_references_are_ignored() -> None:
+    fields = msgspec.to_builtins(trained())
+    later = fields | {"update": {**fields["update"], "colour": "red"}, "wings": 2}
+    assert msgspec.convert(later, Trained) == trained()
 
 
 @pytest.mark.parametrize(("value", "changes"), MALFORMED)
