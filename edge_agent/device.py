@@ -184,7 +184,7 @@ def repeatable(order: Order) -> Source:
 class Device:
     """One device during one order. `blobs`, `unpacked`: what its result refers to."""
 
-    worker: Worker
+    _worker: Worker
     order: Order
     fetch: Fetch
     stop: Stop = never
@@ -202,14 +202,24 @@ class Device:
             self.untimed_s += time.perf_counter() - began
 
     @property
+    def id(self) -> str:
+        """The device's name in the federation."""
+        return self._worker.id
+
+    @property
     def task(self) -> TaskSpec:
         """What is learned."""
-        return self.worker.task
+        return self._worker.task
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the task."""
+        return self._worker.fingerprint
 
     @property
     def data(self) -> DeviceData:
         """The device's samples."""
-        return self.worker.data
+        return self._worker.data
 
     @cached_property
     def network(self) -> Network:
@@ -217,7 +227,7 @@ class Device:
         frozen = weights.needed_on_devices(self.task)
         if frozen is not None and not weights.has(frozen.digest):
             weights.keep(self.fetch(frozen))
-        return self.worker.network
+        return self._worker.network
 
     @property
     def layout(self) -> Layout:
@@ -236,12 +246,32 @@ class Device:
     @cached_property
     def files(self) -> Files:
         """Durable files of this federation and method."""
-        return Files(self.worker.home, self.order.run, self.order.round)
+        return Files(self.home, self.order.run, self.order.round)
 
     @property
-    def lasting(self) -> Path:
-        """The device's own folder, for what is drawn once in its life, across federations."""
-        return self.worker.home
+    def home(self) -> Path:
+        """The device's own folder, for what lasts across federations."""
+        return self._worker.home
+
+    @property
+    def steps(self) -> Steps:
+        """The steps that the device knows, by name."""
+        return self._worker.steps
+
+    @property
+    def min_cohort(self) -> int:
+        """Fewest devices in a masked sum, as the owner sets it."""
+        return self._worker.min_cohort
+
+    @property
+    def budget(self) -> Budget:
+        """The owner's privacy budget for all orders together."""
+        return self._worker.budget
+
+    @cached_property
+    def source(self) -> Source:
+        """Random bytes for this order's noise; only a simulation can repeat them."""
+        return self._worker.source(self.order)
 
     # ------------------------------------------------------------------------------------------------------- models
 
@@ -294,7 +324,7 @@ class Device:
 
     def overlaid(self, step: str, model: Model, kept: Tensors | None) -> Model:
         """One network that predicts what `model` and the kept tensors of a training step predict together."""
-        return model if kept is None else overlay(self.worker.steps, step, model, kept, self.layout)
+        return model if kept is None else overlay(self.steps, step, model, kept, self.layout)
 
     # ------------------------------------------------------------------------------------------------------ bundles
 
@@ -308,7 +338,7 @@ class Device:
 
         release, data = self.release(), self.data
         write_bundle(
-            self.worker.home / "bundles" / str(release),
+            self.home / "bundles" / str(release),
             task=self.task,
             layout=self.layout,
             mixture=made,
@@ -318,7 +348,7 @@ class Device:
             method=method,
             metrics=metrics,
         )
-        prune_bundles(self.worker.home)
+        prune_bundles(self.home)
         return Installed(release=release)
 
     def release(self) -> int:
@@ -327,7 +357,7 @@ class Device:
             order_id, number = msgspec.msgpack.decode(self.files.read("release") or b"", type=tuple[str, int])
             if order_id == self.order.id:
                 return number
-        number = highest_release(self.worker.home) + 1
+        number = highest_release(self.home) + 1
         self.files.write("release", msgspec.msgpack.encode((self.order.id, number)))
         return number
 

@@ -60,7 +60,7 @@ class Session:
 
     def __init__(self, device: Device, name: str) -> None:
         self._device = device
-        self._run = device.lasting / "masking" / device.order.run
+        self._run = device.home / "masking" / device.order.run
         self._folder = self._run / f"{device.order.round}.{name}"
 
     def read(self, kind: type[T]) -> T | None:
@@ -111,7 +111,7 @@ class Session:
             ProtocolError: not a roster.
         """
         roster = read_roster(self._device.fetch(ref))
-        own = roster.position(self._device.worker.id)
+        own = roster.position(self._device.id)
         mine = [key.public_key().public_bytes_raw() for key in (self.encryption, self.masking)]
         if own is None or [roster.members[own].encryption, roster.members[own].masking] != mine:
             raise FailedError("the roster does not have this device with its keys")

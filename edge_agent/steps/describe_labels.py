@@ -71,7 +71,7 @@ def randomised_response(feature: int, n_classes: int, epsilon: float, rng: np.ra
 
 
 def _told_once(device: Device, feature: int, epsilon: float) -> int:
-    path, task = device.lasting / "labels.json", device.task
+    path, task = device.home / "labels.json", device.task
     told = read_lasting(path, msgspec.json.Decoder(Told).decode)
     if told is None or told.task_fingerprint != task.fingerprint():
         drawn = randomised_response(feature, task.n_classes, epsilon, np.random.default_rng())

@@ -116,7 +116,7 @@ def run(device: Device, action: FitPool) -> Installed:
 def modules_of(device: Device, action: FitPool, mine: Tensors) -> Modules:
     """Section 3's table: what the modules of each base are, and what they are combined with."""
     layout, head_layout = device.layout, device.layout.select(HEAD)
-    own = kept_by(action.kept_by, action.personal, layout, device.worker.steps)
+    own = kept_by(action.kept_by, action.personal, layout, device.steps)
     found = [_read(device.fetch(ref) if ref else None, own, k) for k, ref in enumerate(action.pool)]
     found[action.own] = mine
     present = np.array([tensors is not None for tensors in found])

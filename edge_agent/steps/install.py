@@ -30,7 +30,7 @@ def kept(device: Device, action: Served) -> Tensors | None:
     """What the run's last training kept here; None: nothing, for example if the device does not know the step."""
     if action.kept_by is None or device.files.read(PERSONAL) is None:
         return None
-    return device.kept(action.kept_by, kept_by(action.kept_by, action.personal, device.layout, device.worker.steps))
+    return device.kept(action.kept_by, kept_by(action.kept_by, action.personal, device.layout, device.steps))
 
 
 def served(device: Device, action: Served) -> Model:

@@ -30,7 +30,7 @@ def run(device: Device, action: InstallBundle) -> Installed:
     strange = [name for name in action.files if name not in {MANIFEST, *GRAPHS} and not _PART.match(name)]
     if strange:
         raise FailedError(f"{strange[0]!r} is not a file of a bundle")
-    folder = device.worker.home / "bundles" / str(action.release)
+    folder = device.home / "bundles" / str(action.release)
     try:
         with whole_folder(folder) as unfinished:
             for name, ref in action.files.items():
@@ -39,7 +39,7 @@ def run(device: Device, action: InstallBundle) -> Installed:
             _check(bundle, action, device.task)
     except OSError as error:
         raise StoreError(f"cannot write bundle {folder}: {error}") from error
-    prune_bundles(device.worker.home)
+    prune_bundles(device.home)
     return Installed(release=bundle.manifest.release)
 
 

@@ -19,7 +19,7 @@ def run(device: Device, action: MaskShares) -> Result:
     """Shares of the own mask's seed and of the masking key, sealed for each neighbour."""
     session = Session(device, action.session)
     roster, own = session.roster(action.roster)
-    if (n := len(roster.members)) < (fewest := device.worker.min_cohort):
+    if (n := len(roster.members)) < (fewest := device.min_cohort):
         return Declined(why=Why.TOO_FEW, reason=f"a cohort of {n} devices, its owner wants {fewest}")
     known = session.read(Shared)
     if known is not None:

@@ -21,7 +21,7 @@ def run(device: Device, action: Profile) -> Result:
     device.network.load(device.model(action.extractor))
     found = sparsity_profile(device.network.module, x, device.network.processor)
     if action.noise:
-        found = with_noise(found, len(x), sigma=action.noise, home=device.lasting)
+        found = with_noise(found, len(x), sigma=action.noise, home=device.home)
     return Profiled(
         extractor=action.extractor.digest,
         profile=tuple(found.shares.tolist()),

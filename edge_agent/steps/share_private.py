@@ -31,7 +31,7 @@ class Given(Struct, frozen=True, kw_only=True):
 
 def run(device: Device, action: SharePrivate) -> Result:
     """The kept module as a blob, clipped and with noise if the order says so."""
-    layout = kept_by(action.kept_by, action.personal, device.layout, device.worker.steps)
+    layout = kept_by(action.kept_by, action.personal, device.layout, device.steps)
     mine = device.kept(action.kept_by, layout)
     if mine is None:
         return Declined(why=Why.NOTHING_KEPT, reason="this device never trained")

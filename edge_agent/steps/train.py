@@ -199,7 +199,7 @@ def _groups(ready: Sequence[_Ready]) -> Iterator[list[_Ready]]:
     for one in ready:
         sgd = one.action.sgd
         steps = sgd.steps_for(one.device.data.n_shared)
-        alike[one.device.worker.fingerprint, sgd, steps, one.action.measure].append(one)
+        alike[one.device.fingerprint, sgd, steps, one.action.measure].append(one)
     for members in alike.values():
         most = MOST_WEIGHTS if members[0].device.network.processor == CPU else MOST_WEIGHTS_ON_GPU
         n = int(np.clip(most // len(members[0].start.params), 1, MOST_MODELS))

@@ -33,7 +33,7 @@ def run(device: Device, action: TrainDp) -> Result:
     if not n:
         return Declined(why=Why.NO_DATA)
     require_no_statistics(device.layout)
-    ledger, charge = Ledger(device.lasting), planned(device, action)
+    ledger, charge = Ledger(device.home), planned(device, action)
     if (reason := over_budget(device, action, ledger, charge)) is not None:
         return Declined(why=Why.BUDGET, reason=reason)
     layout = action.kept(action.personal, device.layout)
@@ -61,7 +61,7 @@ def planned(device: Device, action: TrainDp) -> Charge:
 
 def over_budget(device: Device, action: TrainDp, ledger: Ledger, charge: Charge) -> str | None:
     """Why the order is refused: the run's own promise, or the owner's budget; None: it is carried out."""
-    promised, budget = action.privacy.epsilon, device.worker.budget
+    promised, budget = action.privacy.epsilon, device.budget
     if promised is not None:
         total = ledger.spent(action.privacy.delta, run=charge.run, planned=charge)
         if total > promised * (1 + ROUNDING):
@@ -75,7 +75,7 @@ def over_budget(device: Device, action: TrainDp, ledger: Ledger, charge: Charge)
 
 def learn(device: Device, action: TrainDp, start: Model, mechanism: Mechanism) -> None:
     """DP-SGD from `start`, on all weights, or first on the head and then on the base (FedRep)."""
-    data, sgd, source = device.data, action.sgd, device.worker.source(device.order)
+    data, sgd, source = device.data, action.sgd, device.source
     network, n = device.network, data.n_shared
     network.load(start)
     clipping = Clipping(action.privacy.clip_norm, mechanism.noise_multiplier)

@@ -37,7 +37,7 @@ def run(device: Device, action: Unmask) -> Result:
     if action.summed != tuple(sorted(set(action.summed))) or action.summed[-1:] > (len(roster.members) - 1,):
         raise FailedError("positions that are not in the roster, or not ascending")
     devices = roster.ids(action.summed)
-    reason = too_close(devices, session.sums(), device.worker.min_cohort)
+    reason = too_close(devices, session.sums(), device.min_cohort)
     if not reason and not roster.connected(action.summed):
         reason = "a sum of parts that no masks join"
     if reason:

@@ -281,9 +281,9 @@ def test_what_is_sent_is_named_by_its_content(tmp_path: Path) -> None:
 def test_a_step_finds_the_task_and_the_data(tmp_path: Path) -> None:
     own = worker(tmp_path)
     here = own.device(order(INSTALL, seed=9), Blobs())
-    assert (here.task, here.data, here.seed, here.lasting) == (TASK, own.data, 9, tmp_path)
+    assert (here.task, here.data, here.seed, here.home) == (TASK, own.data, 9, tmp_path)
     assert here.layout == LAYOUT
-    assert set(here.worker.steps) == set(installed_steps())
+    assert set(here.steps) == set(installed_steps())
 
 
 def test_a_selector_that_means_nothing_is_the_orders_fault(tmp_path: Path) -> None:

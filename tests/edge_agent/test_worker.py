@@ -185,4 +185,4 @@ def test_a_step_that_needs_no_torch_loads_none() -> None:
 def test_steps_are_those_that_are_installed_unless_said_otherwise(tmp_path: Path) -> None:
     data = DeviceData.unlabelled(np.zeros((3, 6), np.float32))
     own = Worker("d", TASK, data, tmp_path)
-    assert set(own.device(order(Route(gate=Blobs().model(0))), Blobs()).worker.steps) == set(installed_steps())
+    assert set(own.device(order(Route(gate=Blobs().model(0))), Blobs()).steps) == set(installed_steps())

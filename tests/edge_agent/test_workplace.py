@@ -53,7 +53,7 @@ class Draw(Action, frozen=True, kw_only=True):
     how: str = ""
 
 def run(device, action):
-    marks = device.worker.home / "begun"
+    marks = device.home / "begun"
     with marks.open("a") as file:
         file.write("x")
     times = len(marks.read_text())
