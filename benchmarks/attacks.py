@@ -53,7 +53,7 @@ from coordinator.aggregation import rules
 from coordinator.methods import Server, make
 from coordinator.protection import Rule
 from coordinator.simulation.evaluation import Evaluation
-from coordinator.simulation.federation import Federation, deal, gather
+from coordinator.simulation.federation import Federation, gather, partition_samples
 from coordinator.simulation.rounds import run as run_rounds
 from coordinator.simulation.settings import Scenario
 from edge_agent import batched
@@ -218,7 +218,7 @@ def run(case: Case, home: Path) -> dict[str, Any]:
         average=case.rule,
         evaluate_every=20,
     )
-    federation = deal(scenario, case.seed)
+    federation = partition_samples(scenario, case.seed)
     ids = sorted(federation.shares)
     hostile = hostile_in(case, ids)
     if case.attack == "label-flip":

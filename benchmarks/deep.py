@@ -30,7 +30,7 @@ from torch import nn
 
 from coordinator.methods import make
 from coordinator.methods.fedavg import FedAvgState
-from coordinator.simulation.federation import deal, gather
+from coordinator.simulation.federation import gather, partition_samples
 from coordinator.simulation.rounds import run as run_rounds
 from coordinator.simulation.settings import Scenario
 from fedge import models, preprocess, weights
@@ -121,7 +121,7 @@ def moved(x: NDArray[np.uint8], rng: np.random.Generator) -> NDArray[np.uint8]:
 
 async def run(scenario: Scenario, seed: int) -> dict[str, Any]:
     """Accuracy of the global model, and megabytes up and down, before round 1 and after each fifth of the rounds."""
-    federation = deal(scenario, seed)
+    federation = partition_samples(scenario, seed)
     assert federation.global_test is not None
     x, y = federation.global_test
     network = Network(federation.task, torch_device(scenario.train_on))

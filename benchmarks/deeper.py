@@ -1,8 +1,8 @@
 """All methods on a frozen deep network: what comes before the cut is computed once for each image, not in each step.
 
 A backbone, MobileNetV3-Small or ResNet-18, learns from images of the training part of CIFAR-10 (JPEG), as in
-`deep.py`. The federation has images of the test part, dealt to 20 devices, and `spoken digits` the recordings of six
-speakers, which the backbone sees as grey images of another kind. Devices train with the methods of the product:
+`deep.py`. The federation has images of the test part, partitioned among 20 devices, and `spoken digits` the recordings
+of six speakers, which the backbone sees as grey images of another kind. Devices train with the methods of the product:
 
   frozen   the backbone up to its last layer is frozen; a perceptron with 32 hidden units learns from its features
   adapted  the last block and the classifier get adapters (`--adapt lora:2`), all before is frozen
@@ -29,13 +29,12 @@ import msgspec
 import numpy as np
 import torch
 from deep import LARGE, SMALL, backbone, images
-from default_method import METHODS, OURS, splits, together
+from default_method import METHODS, OURS, splits, summarise
 from numpy.typing import NDArray
 from script import parser_of, progress_of, several
 from torch import nn
 
-from coordinator.simulation.compare import Comparison, compare
-from coordinator.simulation.compare import together as merged
+from coordinator.simulation.compare import Comparison, compare, compare_runs
 from coordinator.simulation.settings import CompareSettings
 from fedge import models, preprocess, weights
 from fedge.messages import Codec
@@ -124,7 +123,7 @@ class Source:
             np.save(file, self.at_the_cut(preprocess.apply(self.task, x)))
         return np.asarray(np.load(file))
 
-    def dealt(self, setting: str, seed: int) -> Path:
+    def partitioned(self, setting: str, seed: int) -> Path:
         """The file of a federation: what devices have at the cut, labels, and the device of each sample."""
         file = self.folder / f"{self.given.part}-{setting.replace(' ', '-')}-{seed}.npz"
         if file.exists():
@@ -164,7 +163,7 @@ def measure(source: Source, setting: str) -> Comparison:
     for seed in given.seeds:
         settings = CompareSettings(
             task="arrays",
-            data=source.dealt(setting, seed),
+            data=source.partitioned(setting, seed),
             partition="natural",
             methods=",".join(given.methods),
             seeds=str(seed),
@@ -181,7 +180,7 @@ def measure(source: Source, setting: str) -> Comparison:
         found = compare(settings, given.out, progress_of(setting))
         runs.extend(found.runs)
     assert found is not None
-    return merged(found.scenario, runs, given.methods, given.seeds, given.methods[0], None)
+    return compare_runs(found.scenario, runs, given.methods, given.seeds, given.methods[0], None)
 
 
 def row(setting: str, found: Comparison) -> str:
@@ -230,7 +229,7 @@ def main() -> None:
         print(row(setting, comparisons[setting]), flush=True)
     last = next(iter(comparisons.values()))
     print(bytes_row(last, source.n_params, "up"), bytes_row(last, source.n_params, "down"), sep="\n")
-    print(together(comparisons), splits(comparisons), sep="\n")
+    print(summarise(comparisons), splits(comparisons), sep="\n")
 
 
 if __name__ == "__main__":

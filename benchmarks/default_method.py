@@ -60,8 +60,7 @@ from coordinator.fleet import Device
 from coordinator.methods import NO_DATA, MethodSettings, Server
 from coordinator.methods.fedge import Fedge, FedgeState, Pool
 from coordinator.simulation import federation
-from coordinator.simulation.compare import Comparison, Watch, compare
-from coordinator.simulation.compare import together as merged
+from coordinator.simulation.compare import Comparison, Watch, compare, compare_runs
 from coordinator.simulation.settings import CompareSettings
 from fedge.messages import Role
 from fedge.step import Action
@@ -492,7 +491,7 @@ def unequal(settings: CompareSettings, methods: Sequence[str], out: Path, watch:
     with changed(on_all):
         more = part(rivals, out / "on-all", 1)  # in this process
     runs = sorted([*equal.runs, *more.runs], key=lambda run: methods.index(run.method))
-    return merged(equal.scenario, runs, methods, equal.seeds, methods[0], settings.target)
+    return compare_runs(equal.scenario, runs, methods, equal.seeds, methods[0], settings.target)
 
 
 def on_all(own: DeviceData) -> DeviceData:
@@ -522,7 +521,7 @@ def row(name: str, found: Comparison, table: str) -> str:
     return " | ".join(["", name, *cells, gain, spec, ""]).strip()
 
 
-def together(comparisons: Mapping[str, Comparison]) -> str:
+def summarise(comparisons: Mapping[str, Comparison]) -> str:
     """What stands below the table: the default method against the best and against each other method."""
     gains: list[np.ndarray] = []
     over: dict[str, list[np.ndarray]] = {}
@@ -627,7 +626,7 @@ def main() -> None:
         comparisons[name] = measure(name, arguments)
         if arguments.table != "ablation":
             print(row(name, comparisons[name], arguments.table), flush=True)
-    print(ablation(comparisons) if arguments.table == "ablation" else together(comparisons))
+    print(ablation(comparisons) if arguments.table == "ablation" else summarise(comparisons))
     print(splits(comparisons))
     results = {name: msgspec.to_builtins(found.methods, enc_hook=str) for name, found in comparisons.items()}
     document = {"table": arguments.table, "seeds": arguments.seeds, "model": arguments.model, "settings": results}

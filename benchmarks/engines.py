@@ -61,7 +61,7 @@ SHRINKAGE = 20.0
 """As a device of the method fedge fits the weights of its candidates, in samples."""
 
 
-def dealt(y: np.ndarray, rng: np.random.Generator) -> list[dict[str, np.ndarray]]:
+def partition(y: np.ndarray, rng: np.random.Generator) -> list[dict[str, np.ndarray]]:
     """Indices of the devices' training, validation and test samples: 60, 20, 20 %."""
     hands: list[list[int]] = [[] for _ in range(N_DEVICES)]
     for c in range(10):
@@ -256,7 +256,7 @@ def main() -> None:
     settings = arguments.settings
     for setting in settings:
         for seed in arguments.seeds:
-            hands = dealt(data[1], np.random.default_rng(seed))
+            hands = partition(data[1], np.random.default_rng(seed))
             models = networks(setting, network, data, hands, seed)
             pairs.append({"setting": setting, "seed": seed} | formula_and_gate(models, network.layout, data, hands))
             print(setting, "seed", seed, {k: pairs[-1][k] for k in ("formula", "gate alone")}, flush=True)

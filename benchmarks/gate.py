@@ -42,7 +42,7 @@ from script import finish, parser_of, say, several
 from sklearn.metrics import roc_auc_score
 
 import fedge
-from coordinator.simulation.federation import deal
+from coordinator.simulation.federation import partition_samples
 from deploy.engines import Separate
 from deploy.runtime import Runtime
 from fedge import preprocess
@@ -160,14 +160,14 @@ def measured(task: str, given: argparse.Namespace, seed: int) -> dict[tuple[str,
                 **settings,
                 **source,
             )
-        dealt = deal(done.scenario, seed)
-        for number, device in enumerate(dealt.shares):
+        federation = partition_samples(done.scenario, seed)
+        for number, device in enumerate(federation.shares):
             runtime = fedge.load(done.bundle(device), engine="separate")
             shifted = fedge.load(done.bundle(device), engine="separate", mode="shift")
             found["pooled", "beta", ""] = float(runtime.manifest.fusion.beta)
             own: dict[str, np.ndarray] = {}
-            for kind, (x, y) in kinds(device, dealt.shares, np.random.default_rng((seed, number))).items():
-                by_variant, free = variants(runtime, shifted, preprocess.apply(dealt.task, x))
+            for kind, (x, y) in kinds(device, federation.shares, np.random.default_rng((seed, number))).items():
+                by_variant, free = variants(runtime, shifted, preprocess.apply(federation.task, x))
                 for variant, p in by_variant.items():
                     probabilities[kind, variant].append((p, y))
                 strange = {"energy": free, "probability": -by_variant["as it is"].max(axis=1)}

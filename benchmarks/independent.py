@@ -34,7 +34,7 @@ from plain import NETWORKS, Plan, Samples, Weights, accuracy, fedavg, fedper
 from script import finish, parser_of, several, show
 from torch import nn
 
-from coordinator.simulation.federation import Federation, deal
+from coordinator.simulation.federation import Federation, partition_samples
 from coordinator.simulation.run import simulate
 from coordinator.simulation.settings import Scenario
 from fedge import preprocess
@@ -60,7 +60,7 @@ class Seed:
     def __init__(self, scenario: Scenario, seed: int) -> None:
         self.scenario = scenario
         self.seed = seed
-        self.federation: Federation = deal(scenario, seed)
+        self.federation: Federation = partition_samples(scenario, seed)
         task = self.federation.task
         self.model = task.model
         self.module: nn.Module = NETWORKS[self.model](task.input_shape, task.n_classes)

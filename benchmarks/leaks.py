@@ -48,7 +48,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.functional import cross_entropy
 
 from coordinator.fleet.simulated import SimulatedFleet
-from coordinator.simulation.federation import Federation, deal
+from coordinator.simulation.federation import Federation, partition_samples
 from coordinator.simulation.settings import Scenario
 from edge_agent.sparsity import sparsity_profile
 from edge_agent.worker import Worker
@@ -320,7 +320,7 @@ class Scene:
 
 def scene(scenario: Scenario, seed: int, home: Path) -> Scene:
     """The federation before its first round."""
-    federation = deal(scenario, seed)
+    federation = partition_samples(scenario, seed)
     assert federation.global_test is not None
     task = federation.task
     return Scene(

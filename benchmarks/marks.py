@@ -23,7 +23,7 @@ from script import finish, parser_of, show
 
 from coordinator.fleet.simulated import SimulatedFleet
 from coordinator.methods import Server, make
-from coordinator.simulation.federation import deal
+from coordinator.simulation.federation import partition_samples
 from coordinator.simulation.rounds import run
 from coordinator.simulation.settings import Scenario
 from edge_agent.batched import Job, one_by_one, one_thread
@@ -58,7 +58,7 @@ class Stopwatch:
 def seconds(setting: str, marked: float, rounds: int) -> dict[str, float]:
     """Of all devices, by step."""
     scenario = Scenario(rounds=rounds, sensitive=marked, global_test=0.0, **SETTINGS[setting])
-    federation = deal(scenario, 0)
+    federation = partition_samples(scenario, 0)
     watch, task = Stopwatch(), federation.task
     with tempfile.TemporaryDirectory() as home:
         workers = {i: Worker(i, task, share_data(task, s), Path(home) / i) for i, s in federation.shares.items()}

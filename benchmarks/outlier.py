@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import fedge
-from coordinator.simulation.federation import deal
+from coordinator.simulation.federation import partition_samples
 from fedge.bundle import Reference
 from fedge.energies import free_energy
 
@@ -57,7 +57,7 @@ def measured(task: str, data: Path, seed: int) -> dict[str, Any]:
         now: dict[str, list[float]] = {}
         before: dict[str, list[float]] = {}
         n_validation: list[int] = []
-        for device, share in deal(done.scenario, seed).shares.items():
+        for device, share in partition_samples(done.scenario, seed).shares.items():
             runtime = fedge.load(done.bundle(device))
             yardstick = runtime.manifest.reference
             if not isinstance(yardstick, Reference) or not len(share.x_test):

@@ -141,7 +141,7 @@ class Identity:
     site: Callable[[], tuple[SiteDevice, ...]] | None = None
 
 
-def silent(event: str, fields: dict[str, object]) -> None:
+def ignore_event(event: str, fields: dict[str, object]) -> None:
     """Ignore the event."""
 
 
@@ -169,7 +169,7 @@ class Agent:
         limits: Limits = Limits(),
         context_interval_s: float = 10.0,
         rules: Rules = Rules(),
-        observe: Callable[[str, dict[str, object]], None] = silent,
+        observe: Callable[[str, dict[str, object]], None] = ignore_event,
     ) -> None:
         self.refused: Counter[str] = Counter()
         self._identity = identity
@@ -482,12 +482,12 @@ class Agent:
 
     def _move(self, ref: BlobRef, base: str, steps: Iterable[BlobRef]) -> None:
         """Store a model made of another one plus differences."""
-        from fedge.codec import moved  # needs zstandard, which an inference-only device may lack
+        from fedge.codec import apply_differences  # needs zstandard, which an inference-only device may lack
 
         differences = [self._models.get(step.digest) for step in steps]
         try:
             with self._models.path(base).open("rb") as file, volatile():  # it can be fetched again
-                self._models.put_as_made(ref.digest, moved(file, differences))
+                self._models.put_as_made(ref.digest, apply_differences(file, differences))
         except OSError as error:
             raise StoreError(f"model {base} cannot be read: {error}") from error
 

@@ -59,15 +59,15 @@ def execute(jobs: Sequence[Job]) -> list[Finished]:
             if job.worker.refusal(job.action) is None:
                 of_step[type(job.action)].append(number)
         for step, numbers in of_step.items():
-            found |= _together(step, {number: jobs[number] for number in numbers})
+            found |= _execute_batched(step, {number: jobs[number] for number in numbers})
         for number, job in enumerate(jobs):
             if number not in found:
                 found[number] = job.alone()
     return [found[number] for number in range(len(jobs))]
 
 
-def _together(step: type[Action], jobs: dict[int, Job]) -> dict[int, Finished]:
-    """Do together those of one step's orders that can be."""
+def _execute_batched(step: type[Action], jobs: dict[int, Job]) -> dict[int, Finished]:
+    """Execute those of one step's orders that can be batched."""
     found: dict[int, Finished] = {}
     half = device_half(step)
     if hasattr(half, "many"):

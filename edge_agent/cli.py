@@ -117,11 +117,11 @@ async def _run(agent: Agent) -> None:
 
 
 def _observer(as_json: bool) -> Callable[[str, dict[str, object]], None]:
-    from edge_agent.agent import silent
+    from edge_agent.agent import ignore_event
 
     if as_json:
         return lambda event, fields: click.echo(json.dumps({"event": event, **fields}))
-    return Progress().observe if sys.stdout.isatty() else silent
+    return Progress().observe if sys.stdout.isatty() else ignore_event
 
 
 class Progress:

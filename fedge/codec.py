@@ -149,7 +149,7 @@ def decode(data: bytes, codec: Codec, layout: Layout, *, again: bool = False) ->
     return model
 
 
-def moved(base: BinaryIO, differences: Sequence[bytes]) -> Iterator[bytes | memoryview]:
+def apply_differences(base: BinaryIO, differences: Sequence[bytes]) -> Iterator[bytes | memoryview]:
     """The safetensors file of a model that equals another one plus differences in INT8, packed.
 
     It comes in pieces, each valid until the next one is asked for: beside the differences it needs no memory.
@@ -207,7 +207,8 @@ def descended(
         carried: what an earlier difference left out of it, to be added now; may be empty.
 
     Returns:
-        The difference, as `rounded` makes it; the sum, as `moved` makes it; and what that leaves out, in INT8.
+        The difference, as `rounded` makes it; the sum, as `apply_differences` makes it; and what that leaves out, in
+        INT8.
 
     Raises:
         NotFiniteError: a number is too large to be subtracted or rounded, or not finite.

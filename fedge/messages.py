@@ -159,7 +159,7 @@ class SiteDevice(Struct, frozen=True, array_like=True):
 
 
 class Difference(Struct, frozen=True, kw_only=True):
-    """Another way to a model: `base` plus the difference (`fedge.codec.moved`) in `blob`."""
+    """Another way to a model: `base` plus the difference (`fedge.codec.apply_differences`) in `blob`."""
 
     base: Digest
     blob: BlobRef

@@ -18,7 +18,7 @@ UNITS: Final = Path("/etc/systemd/system")
 RUNNING: Final = Path("/run/systemd/system")
 """Exists if systemd runs this machine."""
 
-_TOGETHER: Final = """\
+_COMMON: Final = """\
 User={user}
 # Ready means that it serves, or that the broker has let it in, which may take long. A stuck loop is restarted.
 Type=notify
@@ -111,7 +111,7 @@ After=network-online.target time-sync.target mosquitto.service
 [Service]
 ExecStart={command(arguments)}
 EnvironmentFile=-/etc/fedge/{name}.env
-{writable}{role}{_TOGETHER.format(user=USER)}
+{writable}{role}{_COMMON.format(user=USER)}
 [Install]
 WantedBy=multi-user.target
 """

@@ -176,7 +176,7 @@ class Setting:
     n_images: int
     input_shape: tuple[int, ...]
     model: str
-    n_dealt: int
+    n_on_devices: int
     n_server_data: int
     learning_rate: float
     trunk: str  # of the gate
@@ -228,9 +228,11 @@ def images(setting: Setting, data: Path) -> Samples:
 def split(setting: Setting, data: Path, alpha: float, seed: int) -> Split:
     (x, y), rng = images(setting, data), np.random.default_rng(seed)
     order = rng.permutation(len(y))
-    dealt, server_data, test = np.split(order, [setting.n_dealt, setting.n_dealt + setting.n_server_data])
-    owner = dirichlet(y[dealt], alpha, rng)
-    own = [dealt[owner == k] for k in range(N_CLIENTS + N_NEW)]
+    on_devices, server_data, test = np.split(
+        order, [setting.n_on_devices, setting.n_on_devices + setting.n_server_data]
+    )
+    owner = dirichlet(y[on_devices], alpha, rng)
+    own = [on_devices[owner == k] for k in range(N_CLIENTS + N_NEW)]
     clients = []
     for chosen in own[:N_CLIENTS]:
         held = len(chosen) // 5
@@ -442,7 +444,7 @@ def acceptance(runs: list[dict[str, Figures]]) -> dict[str, bool]:
 
 def of_compare(setting: Setting, alpha: float, rounds: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """The methods as `fedge compare` runs them, in what is nearest to the setting there."""
-    n_server = setting.n_images - setting.n_dealt
+    n_server = setting.n_images - setting.n_on_devices
     fields = {
         "set": setting.images, "model": setting.model, "samples": setting.n_images, "alpha": alpha, "rounds": rounds,
         "devices": N_CLIENTS + N_NEW, "late_joiners": N_NEW, "global_test": n_server / setting.n_images,

@@ -1,12 +1,12 @@
 """FedEPC's tables on real digits: planted groups, accuracy, simulated time to a target.
 
-The settings are those of fedepc.md section 8: 8x8 digits, a fifth for testing, 200 images as the proxy set, the rest on
-the devices, at least 5 each; a 64-64-10 perceptron, plain SGD with batches of 16, 5 epochs a round, 20 % of the devices
-in a round, 60 rounds. "Personal" is the accuracy on the test images, weighted by each device's own
-label shares, mean over devices. Figures in brackets are the specification's; a dash: it has none.
+The settings are those of fedepc.md section 8: 8x8 digits, a fifth for testing, 200 images as the server data (the
+paper's proxy set), the rest on the devices, at least 5 each; a 64-64-10 perceptron, plain SGD with batches of 16, 5
+epochs a round, 20 % of the devices in a round, 60 rounds. "Personal" is the accuracy on the test images, weighted by
+each device's own label shares, mean over devices. Figures in brackets are the specification's; a dash: it has none.
 
   8.1  adjusted Rand index of the clusters against the planted groups, [mean number of clusters]: profiles by a small
-       CNN that was trained on the proxy set; AIDC with variants, k-means (told the true K), average linkage
+       CNN that was trained on the server data; AIDC with variants, k-means (told the true K), average linkage
   8.2  personal accuracy and models uploaded: FedAvg, FedProx, FedEPC with warm-ups of several lengths, CFIC. "proxy"
        rows have the same extractor and unit as 8.1; "no proxy" is the method as it is without a labelled set
   8.3  simulated time to a personal accuracy, as a share of what random selection without a deadline needs; 4 true
@@ -15,7 +15,7 @@ label shares, mean over devices. Figures in brackets are the specification's; a 
 
 --metrics prints of the rows of 8.2 what all methods are measured by instead (worst tenth, macro F1, cost until the
 target, ...), of runs of `fedge compare`: there a device keeps 40 % of its images for testing and validation, and trains
-on about 22; 180 images are the proxy set. Those that are done are kept in --out.
+on about 22; 180 images are the server data. Those that are done are kept in --out.
 
     python benchmarks/papers/fedepc.py --quick
     python benchmarks/papers/fedepc.py --seeds 0,1,2,3,4 --json results/fedepc.json
@@ -65,7 +65,7 @@ from fedge.task import TaskSpec
 from fedge.tasks import DeviceData, Partitioning, partition, pool
 from fedge.tensors import unflatten
 
-N_PROXY, TEST_SHARE, N_DEVICES, CLASSES = 200, 0.2, 40, 10
+N_SERVER_DATA, TEST_SHARE, N_DEVICES, CLASSES = 200, 0.2, 40, 10
 EPOCHS, BATCH, FEWEST = 5, 16, 5
 PI_4_GHZ = 1.8
 TARGETS = (0.95, 0.97, 0.98)
@@ -75,17 +75,21 @@ TARGETS = (0.95, 0.97, 0.98)
 
 
 class Digits:
-    """Test, proxy and devices' images (n, 1, 8, 8) in [0, 1] with labels, and the proxy set's extractor."""
+    """Test, server's and devices' images (n, 1, 8, 8) in [0, 1] with labels, and the server's extractor."""
 
     def __init__(self, seed: int) -> None:
         whole = pool("digits")
         self.spec = msgspec.structs.replace(whole.spec, model="mlp", model_options={"hidden": 64})
         order = np.random.default_rng(seed).permutation(len(whole.y))
         n_test = round(TEST_SHARE * len(order))
-        self.test, self.proxy, self.rest = (whole.take(part) for part in np.split(order, [n_test, n_test + N_PROXY]))
+        self.test, self.server_data, self.rest = (
+            whole.take(part) for part in np.split(order, [n_test, n_test + N_SERVER_DATA])
+        )
         task = msgspec.structs.replace(self.spec, model=f"{Path(__file__).stem}:extractor_of_8", model_options={})
-        self.extractor = trained(task, np.float32(self.proxy.x[:, None] / 16), self.proxy.y, seed=seed).module
-        by_class = [self.profile(self.proxy.x[self.proxy.y == c])[0] for c in range(CLASSES)]
+        self.extractor = trained(
+            task, np.float32(self.server_data.x[:, None] / 16), self.server_data.y, seed=seed
+        ).module
+        by_class = [self.profile(self.server_data.x[self.server_data.y == c])[0] for c in range(CLASSES)]
         self.unit = aidc.class_unit(np.stack(by_class))
 
     def profile(self, x: np.ndarray) -> tuple[np.ndarray, float]:
@@ -250,7 +254,7 @@ class Federation:
         return SimulatedFleet(self.digits.spec, layout, workers, seed=self.seed, hardware=hardware)
 
     def descriptions(self, *, labels: bool = False) -> dict[str, Description]:
-        """Profiles by the proxy set's extractor, or the true groups as labels."""
+        """Profiles by the server's extractor, or the true groups as labels."""
         if labels:
             return {i: Description(n_samples=len(self.y[i]), label=self.group[i]) for i in self.ids}
         profiles = {i: self.digits.profile(self.x[i])[0] for i in self.ids}
@@ -354,11 +358,11 @@ async def accuracies(seeds: list[int], rounds: int) -> list[dict[str, Any]]:
         for setting, (how, rate) in SETTINGS.items():
             for row in ACCURACY:
                 name = row.split(", ")[0]
-                proxy = ", proxy" in row
+                has_server_data = ", proxy" in row
                 start = time.perf_counter()
                 with tempfile.TemporaryDirectory() as home:
                     federation = Federation(digits, seed, how, Path(home))
-                    described, unit = (federation.descriptions(), digits.unit) if proxy else (None, None)
+                    described, unit = (federation.descriptions(), digits.unit) if has_server_data else (None, None)
                     settings = settings_of(seed, rounds, rate, **options_of(row, rounds))
                     curve, state = await learn(federation, name, settings, described, unit)
                 uploads = sum(state.participations.values())

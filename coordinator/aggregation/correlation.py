@@ -140,7 +140,7 @@ def mixed(models: Iterable[Model], weights: Array) -> tuple[Model | None, ...]:
     return tuple(None if s is None else Model(s[0].astype(np.float32), s[1].astype(np.float32), s[2]) for s in sums)
 
 
-def moved(model: Model, towards: Model | None, tau: float) -> Model:
+def interpolate(model: Model, towards: Model | None, tau: float) -> Model:
     """(1 - tau) model + tau towards: the smoothing of Eq. 9 and 11. `towards` None: the model as it is.
 
     Counters are those of the one with the larger weight, `model` on a tie.

@@ -36,7 +36,7 @@ SPLIT: Final = 0.18  # theta_split >= theta_merge
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The place of a newcomer.
+    """The place of a new device.
 
     Attributes:
         cluster: the one that it joins; None: it founds one.
@@ -316,13 +316,13 @@ def _with_the_rest(
 # ------------------------------------------------------------------------------- 4.6: joins, leaves, changed data
 
 
-def place(newcomer: Vectors, clusters: Sequence[Vectors], *, unit: float) -> Place:
-    """The place of a newcomer, (q,), by the NOISE rule; the others stay. `clusters`: the profiles (N_k, q) of each.
+def place(new_device: Vectors, clusters: Sequence[Vectors], *, unit: float) -> Place:
+    """The place of a new device, (q,), by the NOISE rule; the others stay. `clusters`: the profiles (N_k, q) of each.
 
     Ties go to the earliest cluster. Cost: O(N q), and O(N_k^2 q) for the heterogeneity of the nearest cluster.
     """
     unit = _usable(unit)
-    sums = np.array([(divergence(newcomer, cluster) / unit).sum() for cluster in clusters])
+    sums = np.array([(divergence(new_device, cluster) / unit).sum() for cluster in clusters])
 
     def within(k: int) -> float:
         return float(divergence_matrix(clusters[k], unit=unit).sum())
@@ -331,7 +331,7 @@ def place(newcomer: Vectors, clusters: Sequence[Vectors], *, unit: float) -> Pla
 
 
 def has_changed(old: Vectors, new: Vectors, *, unit: float) -> bool:
-    """Whether a device with a new profile, (q,) each, must be removed and placed as a newcomer: D >= theta_merge."""
+    """Whether a device with a new profile, (q,) each, must be removed and placed as a new device: D >= theta_merge."""
     return bool(divergence(old, new) / _usable(unit) >= MERGE)
 
 

@@ -37,7 +37,7 @@ from fedge.transport import parse_address
 POLL_S: Final = 0.2
 REACH_S: Final = 10.0
 """Time limit for connecting to the user's own broker."""
-RESERVED: Final = 0.05  # of all samples, as in `fedge simulate`
+SERVER_DATA: Final = 0.05  # of all samples, as in `fedge simulate`
 DEADLINE_S: Final = 240
 """Of a round. Generous: on this machine the devices share a few cores, and each imports torch in its first round."""
 PARALLEL_INFERENCE: Final = 2
@@ -68,7 +68,7 @@ async def run(
     """
     began = time.monotonic()
     watch.phase("partitioning the samples")
-    cameras = deal(settings, reserves=reserves(settings.method, options))
+    cameras = partition_samples(settings, server_data=needs_server_data(settings.method, options))
     with Children(settings.folder / "logs") as children:
         federation = f"demo-{secrets.token_hex(4)}"
         if settings.secure:
@@ -125,27 +125,27 @@ async def run(
 # ------------------------------------------------------------------------------------------------------- the data
 
 
-def reserves(method: str, options: Mapping[str, Option]) -> bool:
+def needs_server_data(method: str, options: Mapping[str, Option]) -> bool:
     """Whether the server, too, learns from labelled samples."""
     given = {"", *(f"{name}={value}" for name, value in options.items())}
     return not given.isdisjoint(method_class(method).SERVER_DATA)
 
 
-def deal(settings: DemoSettings, *, reserves: bool = False) -> Cameras:
+def partition_samples(settings: DemoSettings, *, server_data: bool = False) -> Cameras:
     """Partition the samples; every device gets a folder with its data, and separate test samples.
 
-    `reserves`: set a twentieth apart for the server first, as in a simulation.
+    `server_data`: set a twentieth apart for the server first, as in a simulation.
 
     Raises:
         ConfigError: no such data, or too few.
     """
-    samples, kept = samples_of(settings, settings.seed, RESERVED if reserves else 0.0, LIMITS.get(settings.task))
-    server_data = settings.folder / "server_data.npz" if reserves else None
-    if server_data is not None:
-        np.savez(server_data, x=kept.x, y=kept.y)
+    samples, kept = samples_of(settings, settings.seed, SERVER_DATA if server_data else 0.0, LIMITS.get(settings.task))
+    file = settings.folder / "server_data.npz" if server_data else None
+    if file is not None:
+        np.savez(file, x=kept.x, y=kept.y)
     shares = partition(samples, settings.devices, settings, seed=settings.seed)
     width = len(str(settings.devices - 1))
-    cameras = Cameras(samples.spec, {f"camera-{i:0{width}}": share for i, share in enumerate(shares)}, server_data)
+    cameras = Cameras(samples.spec, {f"camera-{i:0{width}}": share for i, share in enumerate(shares)}, file)
     write_task(cameras.task, settings.folder / "task.json")
     for device_id, share in cameras.shares.items():
         without_test = dataclasses.replace(share, x_test=share.x_test[:0], y_test=share.y_test[:0])

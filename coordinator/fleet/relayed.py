@@ -245,8 +245,8 @@ class RelayFleet(Fleet):
             if name in told:
                 result = self._result(via, i, told[name], action)
                 found[i] = replace(found[i], result=result, seconds=told[name].seconds)
-        if silent := [i for i, each in found.items() if each.result is None]:
-            log.warning("event=site_silent relay=%s devices=%s", via, ",".join(silent))
+        if unresponsive := [i for i, each in found.items() if each.result is None]:
+            log.warning("event=site_silent relay=%s devices=%s", via, ",".join(unresponsive))
         return found
 
     def _result(self, via: str, device_id: str, told: Told, action: Action) -> Result | None:

@@ -21,7 +21,7 @@ from coordinator.methods import Method, ModelState, round_done
 from coordinator.methods.asynchronous import ONE_BY_ONE, Buffer, buffered
 from coordinator.methods.averaging import average
 from coordinator.methods.cohort import NO_CLUSTERS
-from coordinator.methods.server_optimizer import moved
+from coordinator.methods.server_optimizer import apply_mean
 from fedge.messages import BlobRef
 from fedge.steps.train import Start, Train
 
@@ -69,7 +69,7 @@ class FedBuff(Method[FedBuffState]):
     async def stepped(self, state: FedBuffState, fleet: Fleet, buffer: Buffer) -> BlobRef:
         """The model after a step."""
         mean = await average(self, fleet, buffer.updates, state.layout, alike=True, discounts=buffer.discounts)
-        return moved(state.model, mean, state.layout, fleet)
+        return apply_mean(state.model, mean, state.layout, fleet)
 
     def summary(self, state: FedBuffState) -> dict[str, Any]:
         """With the staleness of the last step."""

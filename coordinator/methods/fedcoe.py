@@ -250,12 +250,12 @@ class FedCoE(Method[FedCoEState]):
         old = self._experts(state, fleet)
         towards = correlation.mixed(clients(), w)
         experts = [
-            correlation.moved(expert, new, self.preset.tau) for expert, new in zip(old, towards, strict=True)
+            correlation.interpolate(expert, new, self.preset.tau) for expert, new in zip(old, towards, strict=True)
         ]  # Eq. 9
         own = {}
         for k, (i, client) in enumerate(zip(valid, clients(), strict=True)):
             (mix,) = correlation.mixed(experts, m_c[:, k][None, :])
-            own[i] = _put(fleet, correlation.moved(client, mix, self.preset.tau), state.layout)  # Eq. 11
+            own[i] = _put(fleet, correlation.interpolate(client, mix, self.preset.tau), state.layout)  # Eq. 11
         diagnostics = self._diagnose(state.round + 1, selected, experts, p, refused)
         state = self._with_experts(state, fleet, experts)
         every = self.preset.refresh_every

@@ -44,7 +44,7 @@ from coordinator.methods import (
 )
 from coordinator.methods.averaging import average, averages
 from coordinator.methods.grouping import Choices, Description
-from coordinator.methods.server_optimizer import moved
+from coordinator.methods.server_optimizer import apply_mean
 from coordinator.methods.unresponsive import AskingState, ask, awake
 from coordinator.protection import without_noise
 from coordinator.selection import ccmab, choose, cohort_size, uniform
@@ -181,14 +181,14 @@ class FedEpc(Method[FedEpcState]):
         return FedEpcState(round=0, layout=layout, shared=model)
 
     async def round(self, state: FedEpcState, fleet: Fleet) -> FedEpcState:
-        """One round of section 1: warm-up, then clusters; newcomers are described and placed before each."""
+        """One round of section 1: warm-up, then clusters; new devices are described and placed before each."""
         r = state.round + 1
         if r <= self._warm_up:
             return await self._shared_round(self._seen(state, fleet, r), fleet, r)
         return await self._cluster_round(await self._described(state, fleet, r), fleet, r)
 
     async def finish(self, state: FedEpcState, fleet: Fleet) -> FedEpcState:
-        """Newcomers are placed, too; then every device installs the model of its cluster."""
+        """New devices are placed, too; then every device installs the model of its cluster."""
         r = state.round + 1
         state = self._seen(state, fleet, r) if r <= self._warm_up else await self._described(state, fleet, r)
         return await install(self, state, fleet)
@@ -212,7 +212,7 @@ class FedEpc(Method[FedEpcState]):
         updates = accepted(answers)
         shared = state.shared
         if len(updates) >= self.settings.min_reports:
-            shared = moved(shared, await average(self, fleet, updates, state.layout), state.layout, fleet)
+            shared = apply_mean(shared, await average(self, fleet, updates, state.layout), state.layout, fleet)
         return round_done(state, len(cohort), updates, shared=shared)
 
     def _order(self, model: BlobRef, cluster: int = -1) -> Train:
@@ -356,7 +356,7 @@ class FedEpc(Method[FedEpcState]):
                 visited=r if selection.ids else clusters[k].visited,
             )
             if mean is not None and len(own) >= min(self.settings.min_reports, len(selection.ids)):
-                model = moved(cluster.model, mean, state.layout, fleet)
+                model = apply_mean(cluster.model, mean, state.layout, fleet)
                 losses = (*cluster.losses, *round_loss(own))[-2 * WINDOW :]
                 converged = self.options.stop and has_converged(losses)
                 cluster = msgspec.structs.replace(cluster, model=model, losses=losses, converged=converged)

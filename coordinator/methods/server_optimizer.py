@@ -27,7 +27,7 @@ class ServerModel(Struct, frozen=True, kw_only=True):
     velocity: BlobRef | None = None
 
 
-def moved(model: BlobRef, mean: Average | None, layout: Layout, fleet: Fleet) -> BlobRef:
+def apply_mean(model: BlobRef, mean: Average | None, layout: Layout, fleet: Fleet) -> BlobRef:
     """FedAvg's step: w <- w + mean change. Arguments as in `stepped`."""
     return stepped(ServerModel(model=model), mean, layout, fleet, gamma=0.0).model
 

@@ -24,7 +24,7 @@ from fedge.tasks.partition import check_partitioning
 def simulate(config: Path | None, options: tuple[str, ...], json_file: Path | None, **flags: object) -> None:
     """Run one method on simulated devices, in this process, and measure it.
 
-    Samples are dealt out to devices that train with the code of real ones. The accuracy is that of each device's
+    Samples are partitioned among devices that train with the code of real ones. The accuracy is that of each device's
     installed bundle, run by ONNX Runtime on its own unseen test samples. The options of a method are written after
     colons in its name, or with --option; docs/methods lists them.
 

@@ -24,7 +24,7 @@ from msgspec import Struct
 
 from coordinator.methods import Server, make
 from coordinator.options import check, method_and_options
-from coordinator.simulation.federation import deal
+from coordinator.simulation.federation import partition_samples
 from coordinator.simulation.outcome import Cost, RunOutcome, cost_of, data_frame
 from coordinator.simulation.run import LOOK_S, require_wanted, simulate
 from coordinator.simulation.settings import CompareSettings, Scenario
@@ -169,7 +169,7 @@ def compare(settings: CompareSettings, out: Path, watch: Watch) -> Comparison:
         write_atomically(_file(out, run), msgspec.json.format(msgspec.json.encode(outcome)))
         found[run] = outcome
         watch(_told(len(found), len(wanted), outcome))
-    return together(scenario, [found[run] for run in wanted], methods, seeds, baseline, settings.target)
+    return compare_runs(scenario, [found[run] for run in wanted], methods, seeds, baseline, settings.target)
 
 
 def _told(done: int, wanted: int, outcome: RunOutcome) -> str:
@@ -199,7 +199,7 @@ def begin(scenario: Scenario, methods: Collection[str], seed: int) -> None:
     Raises:
         ConfigError: the data, an option or the network does not suit a method; the text names it.
     """
-    federation = deal(scenario, seed)
+    federation = partition_samples(scenario, seed)
     for text in sorted(methods):
         name, options = method_and_options(text)
         try:
@@ -357,7 +357,7 @@ def _simulate(run: _Run, home: Path) -> RunOutcome:
 # ----------------------------------------------------------------------------------------------------- the figures
 
 
-def together(
+def compare_runs(
     scenario: Scenario,
     runs: Sequence[RunOutcome],
     methods: Sequence[str],

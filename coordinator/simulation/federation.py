@@ -86,7 +86,7 @@ class OnDemand(Mapping[str, T]):
         return len(self._ids)
 
 
-def deal(scenario: Scenario, seed: int) -> Federation:
+def partition_samples(scenario: Scenario, seed: int) -> Federation:
     """Read the samples, set the global test set apart, partition the rest, make the first model.
 
     Raises:

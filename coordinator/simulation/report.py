@@ -150,7 +150,7 @@ def setting_of(scenario: Scenario) -> str:
     words = {
         "dirichlet": f"Dirichlet, {skew}",
         "groups": f"{scenario.n_groups} groups by {scenario.groups}, {skew}",
-        "shards": f"{scenario.shards} shards, {scenario.iid_share:.0%} dealt evenly",
+        "shards": f"{scenario.shards} shards, {scenario.iid_share:.0%} spread evenly",
         "natural": "people",
         "iid": "no skew",
         "generated": f"made by number, turned in {scenario.n_groups} groups, {skew}",

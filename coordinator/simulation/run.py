@@ -21,7 +21,7 @@ from coordinator.methods import Method, Option, Server, State, make
 from coordinator.samples import by_class, without_samples
 from coordinator.simulation import rounds
 from coordinator.simulation.evaluation import Evaluation
-from coordinator.simulation.federation import Federation, deal, gather
+from coordinator.simulation.federation import Federation, gather, partition_samples
 from coordinator.simulation.outcome import Point, RunOutcome, Score, sample_accuracy, worst_decile
 from coordinator.simulation.settings import Running, Scenario
 from edge_agent import batched
@@ -66,7 +66,7 @@ def simulate(
         FedgeError: Ray fails.
     """
     began = time.perf_counter()
-    federation = deal(scenario, seed)
+    federation = partition_samples(scenario, seed)
     made = make(method, scenario.for_method(seed, options), Server(federation.task, federation.server_data))
     examined = examine(federation.task, federation.layout, without_profile(method, options))
     require_sound(examined.findings)
@@ -165,7 +165,7 @@ def validate(
     Raises:
         ConfigError: as `simulate`; or no device has validation samples.
     """
-    federation = deal(scenario, seed)
+    federation = partition_samples(scenario, seed)
     made = make(method, scenario.for_method(seed, options), Server(federation.task, federation.server_data))
     fleet, first, workers = gather(federation, scenario, seed, home)
     measured = federation.measured(scenario.measured, seed)

@@ -69,7 +69,7 @@ class Partitioning(Struct, frozen=True, kw_only=True):
     ] = "rotation"
     n_groups: Annotated[int, Meta(ge=1, description="Planted groups.")] = 4
     shards: Annotated[int, Meta(ge=1, description="Shards of sorted labels that each device gets.")] = 2
-    iid_share: Annotated[float, Meta(ge=0, le=1, description="Share of the samples dealt evenly before shards.")] = 0.0
+    iid_share: Annotated[float, Meta(ge=0, le=1, description="Share of the samples spread evenly before shards.")] = 0.0
     sizes: Annotated[Sizes, Meta(description="Quantity skew, for dirichlet, groups and iid.")] = "equal"
     size_spread: Annotated[float, Meta(ge=0, le=5, description="Its sigma, or the power law's exponent.")] = 1.0
     min_samples: Annotated[
@@ -196,18 +196,20 @@ def partition(pool: Pool, n_devices: int, how: Partitioning, *, seed: int, milde
         weights = partitioners.relative_sizes(n_devices, how.sizes, how.size_spread, rng)
         own_classes = False
         if how.partition == "shards":
-            dealt = partitioners.shards(units, n_devices, how.shards, how.iid_share, rng)
+            owner_of_unit = partitioners.shards(units, n_devices, how.shards, how.iid_share, rng)
         elif how.partition == "iid":
-            dealt = partitioners.evenly(units, weights, rng)
+            owner_of_unit = partitioners.evenly(units, weights, rng)
         else:
             portions = _portions(group_of, weights, pool.spec.n_classes, how.groups)
             own_classes = bool((portions == 0).any())
             least = how.min_samples
-            dealt = partitioners.by_label(units, portions, group_of, weights, how.alpha, rng, milder, least=least)
-        dealt = partitioners.filled_up(
-            units, dealt, group_of, rng, milder, own_classes=own_classes, least=how.min_samples
+            owner_of_unit = partitioners.by_label(
+                units, portions, group_of, weights, how.alpha, rng, milder, least=least
+            )
+        owner_of_unit = partitioners.filled_up(
+            units, owner_of_unit, group_of, rng, milder, own_classes=own_classes, least=how.min_samples
         )
-        owners = dealt[units.of_sample]
+        owners = owner_of_unit[units.of_sample]
     turns = group_of if how.groups == "rotation" else np.zeros_like(group_of)
     shares = [
         made_of(pool.take(np.flatnonzero(owners == device)), int(group_of[device]), int(turns[device]), how, rng)

@@ -1,4 +1,4 @@
-"""The extractor of a proxy set tells planted groups apart: the columns of table 8.1 (fedepc.md)."""
+"""The extractor of server data tells planted groups apart: the columns of table 8.1 (fedepc.md)."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ SEEDS = range(5, 10)  # 0 to 3 have chosen how it learns
 def proxied(seed: int) -> tuple[Network, float, np.ndarray]:
     """Extractor and D_ref of 200 images, and which others there are."""
     order = np.random.default_rng(seed).permutation(len(Y))
-    proxy, rest = order[:200], order[200:]
-    network = trained(TASK, X[proxy], Y[proxy], seed=seed)
-    return network, aidc.class_unit(class_profiles(network, X[proxy], Y[proxy])), rest
+    server_data, rest = order[:200], order[200:]
+    network = trained(TASK, X[server_data], Y[server_data], seed=seed)
+    return network, aidc.class_unit(class_profiles(network, X[server_data], Y[server_data])), rest
 
 
 COLUMNS = {  # groups of classes, and the specification's index for 40 devices of 60 to 100 samples

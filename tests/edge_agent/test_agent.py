@@ -25,8 +25,8 @@ from edge_agent.agent import SPARE_DISK_BYTES, Agent, Identity, Limits, Works
 from edge_agent.device import CACHED_MODELS, Fetch
 from edge_agent.worker import Finished
 from fedge.broker import LocalBroker
+from fedge.codec import apply_differences
 from fedge.codec import encode as encode_tensors
-from fedge.codec import moved
 from fedge.egress import PRESETS, Rules
 from fedge.errors import ConfigError, StoreError, TransportError
 from fedge.messages import (
@@ -219,7 +219,7 @@ def versions(peer: Peer) -> tuple[BlobRef, BlobRef, Difference]:
     rng = np.random.default_rng(0)
     first = put(base := encode_tensors({"w": rng.standard_normal(5000, np.float32)}, Codec.FLOAT32))
     change = put(data := encode_tensors({"w": rng.standard_normal(5000, np.float32)}, Codec.INT8))
-    second = put(b"".join(map(bytes, moved(BytesIO(base), [data]))))
+    second = put(b"".join(map(bytes, apply_differences(BytesIO(base), [data]))))
     return first, second, Difference(base=first.digest, blob=change)
 
 
@@ -276,7 +276,7 @@ async def test_models_with_a_base_in_common_take_the_way_to_it_once(one_broker: 
         for number in 1.0, 2.0:
             data = encode_tensors({"w": np.full(5000, number, np.float32)}, Codec.INT8)
             blob = BlobRef(digest=peer.sent.put(data), size_bytes=len(data))
-            whole = b"".join(map(bytes, moved(BytesIO(peer.sent.get(base.digest)), [data])))
+            whole = b"".join(map(bytes, apply_differences(BytesIO(peer.sent.get(base.digest)), [data])))
             siblings.append(BlobRef(digest=peer.sent.put(whole), size_bytes=len(whole)))
             differences[siblings[-1].digest] = Difference(base=base.digest, blob=blob)
         trial = Trial(global_model=siblings[0], expert=siblings[1])

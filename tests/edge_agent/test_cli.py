@@ -17,7 +17,7 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
-from edge_agent.agent import silent
+from edge_agent.agent import ignore_event
 from edge_agent.cli import agent, build
 from edge_agent.settings import AgentSettings
 from fedge.background import STOP_S
@@ -112,7 +112,7 @@ def test_a_wrong_setting_is_named(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(ConfigError, match=says):
-        build(resolve(AgentSettings, "agent", None, flags(data, tmp_path) | changes), Rules(), silent)
+        build(resolve(AgentSettings, "agent", None, flags(data, tmp_path) | changes), Rules(), ignore_event)
 
 
 @pytest.mark.parametrize(

@@ -49,8 +49,8 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture
 def shares(tmp_path: Path) -> dict[str, Path]:
     paths = {device: tmp_path / f"{device}.npz" for device in DEVICES}
-    dealt = partition(pool("digits", seed=SEED), len(DEVICES), Partitioning(sensitive=0.3), seed=SEED)
-    for share, path in zip(dealt, paths.values(), strict=True):
+    shares = partition(pool("digits", seed=SEED), len(DEVICES), Partitioning(sensitive=0.3), seed=SEED)
+    for share, path in zip(shares, paths.values(), strict=True):
         write_share(share, path)
     return paths
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from fedge.codec import NotFiniteError, check, decode, descended, encode, moved, norms_of, pieces, rounded
+from fedge.codec import NotFiniteError, apply_differences, check, decode, descended, encode, norms_of, pieces, rounded
 from fedge.codec import packed as bytes_of
 from fedge.errors import ProtocolError
 from fedge.messages import Codec
@@ -401,7 +401,7 @@ def test_a_model_is_made_of_several_differences_in_order() -> None:
                 Codec.INT8, {"running"}) for k in (2, 3)
     ]  # fmt: skip
     w = (first["w"] + steps[0]["w"] * steps[0]["w.scale"]) + steps[1]["w"] * steps[1]["w.scale"]
-    made = moved(BytesIO(to_bytes(first)), [packed(to_bytes(step)) for step in steps])
+    made = apply_differences(BytesIO(to_bytes(first)), [packed(to_bytes(step)) for step in steps])
     assert b"".join(map(bytes, made)) == to_bytes({"w": w, "n": np.array(3), "running": first["running"] * 3})
 
 
@@ -417,4 +417,4 @@ def test_a_model_is_made_of_several_differences_in_order() -> None:
 )
 def test_a_difference_of_another_model_is_refused(change: dict[str, np.ndarray]) -> None:
     with pytest.raises(ProtocolError, match="layout"):
-        list(moved(BytesIO(to_bytes({"w": np.ones(3, np.float32)})), [packed(to_bytes(change))]))
+        list(apply_differences(BytesIO(to_bytes({"w": np.ones(3, np.float32)})), [packed(to_bytes(change))]))

@@ -171,7 +171,7 @@ def difference(data: bytes) -> None:
         info.name: np.zeros(info.shape, np.int64 if info.kind == "counter" else np.float32) for info in LAYOUT.tensors
     }
     change = zstandard.ZstdCompressor().compress(payload) if number else payload
-    found = from_bytes(b"".join(map(bytes, codec.moved(io.BytesIO(to_bytes(base)), [change]))))
+    found = from_bytes(b"".join(map(bytes, codec.apply_differences(io.BytesIO(to_bytes(base)), [change]))))
     assert {name: (a.shape, a.dtype) for name, a in found.items()} == {n: (a.shape, a.dtype) for n, a in base.items()}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from coordinator.simulation.compare import Comparison, together
+from coordinator.simulation.compare import Comparison, compare_runs
 from coordinator.simulation.outcome import DeviceOutcome, Point, RunOutcome, Score
 from coordinator.simulation.settings import Scenario
 
@@ -43,4 +43,4 @@ def a_comparison(n_methods: int = 2) -> Comparison:
     """Methods m0, m1, ... with 80, 82, ... percent on seed 0 and one more on seed 1."""
     methods = [f"m{k}" for k in range(n_methods)]
     runs = [a_run(m, seed, 0.8 + 0.02 * k + 0.01 * seed) for seed in (0, 1) for k, m in enumerate(methods)]
-    return together(Scenario(), runs, methods, (0, 1), "m0", None)
+    return compare_runs(Scenario(), runs, methods, (0, 1), "m0", None)

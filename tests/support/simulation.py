@@ -1,4 +1,4 @@
-"""Small simulated federations of real workers on digits, in which some devices can be silent."""
+"""Small simulated federations of real workers on digits, in which some devices can be unresponsive."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from tests.support.orders import manifest_of
 
 
 class Fleet(SimulatedFleet):
-    """A simulated fleet whose `silent` devices never answer. `asked`: every round, label and device, in order.
+    """A simulated fleet whose `unresponsive` devices never answer. `asked`: every round, label and device, in order.
 
     `absent`: devices that are not there; `incarnations`: of the devices, where they have one.
     """
 
-    silent: frozenset[str] = frozenset()
+    unresponsive: frozenset[str] = frozenset()
     absent: frozenset[str] = frozenset()
     incarnations: Mapping[str, str] = {}
 
@@ -54,7 +54,7 @@ class Fleet(SimulatedFleet):
 
     async def run(self, label: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
         self.asked = [*getattr(self, "asked", []), *((self.round, label, device) for device in sorted(actions))]
-        heard = await super().run(label, {i: a for i, a in actions.items() if i not in self.silent})
+        heard = await super().run(label, {i: a for i, a in actions.items() if i not in self.unresponsive})
         return {i: heard.get(i, Answer(i, None)) for i in sorted(actions)}
 
 

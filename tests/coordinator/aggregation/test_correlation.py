@@ -142,17 +142,17 @@ def test_equal_experts_assemble_to_themselves_and_equal_models_stay(params: np.n
     (found,) = c.mixed([model(params)] * 3, np.array([[0.2, 0.3, 0.5]]))
     assert found is not None
     np.testing.assert_allclose(found.params, params, rtol=1e-6)
-    np.testing.assert_allclose(c.moved(model(params), model(params), tau).params, params, rtol=1e-6)
+    np.testing.assert_allclose(c.interpolate(model(params), model(params), tau).params, params, rtol=1e-6)
 
 
 def test_moving_by_nothing_or_towards_nobody_changes_nothing() -> None:
     old, new = model([1.1, -2.3], (1,)), model([9, 9], (2,))
-    assert c.moved(old, new, 0.0) is old
-    assert c.moved(old, None, 0.9) is old
-    np.testing.assert_array_equal(c.moved(old, new, 1.0).params, new.params)
-    np.testing.assert_allclose(c.moved(old, new, 0.25).params, [0.75 * 1.1 + 0.25 * 9, 0.75 * -2.3 + 0.25 * 9])
-    assert c.moved(old, new, 0.5).counters.tolist() == [1]
-    assert c.moved(old, new, 0.9).counters.tolist() == [2]
+    assert c.interpolate(old, new, 0.0) is old
+    assert c.interpolate(old, None, 0.9) is old
+    np.testing.assert_array_equal(c.interpolate(old, new, 1.0).params, new.params)
+    np.testing.assert_allclose(c.interpolate(old, new, 0.25).params, [0.75 * 1.1 + 0.25 * 9, 0.75 * -2.3 + 0.25 * 9])
+    assert c.interpolate(old, new, 0.5).counters.tolist() == [1]
+    assert c.interpolate(old, new, 0.9).counters.tolist() == [2]
 
 
 @pytest.mark.parametrize(

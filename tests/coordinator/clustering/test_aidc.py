@@ -370,7 +370,7 @@ def test_placement_keeps_clusters_homogeneous(seed):
     assert spot.cluster == (spot.nearest if fits else None)
 
 
-def test_the_first_newcomer_founds():
+def test_the_first_new_device_founds():
     assert aidc.place(np.ones(3), (), unit=1.0) == Place(None, None)
 
 
@@ -444,10 +444,12 @@ def test_planted_label_groups_are_found_in_real_profiles():
     for seed in range(3):
         rng = np.random.default_rng(seed)
         order = rng.permutation(len(images))
-        proxy, rest = order[:200], order[200:]
-        extract = trained_extractor(images[proxy], torch.tensor(digits.target[proxy]), seed)
+        server_data, rest = order[:200], order[200:]
+        extract = trained_extractor(images[server_data], torch.tensor(digits.target[server_data]), seed)
         dead = extract(images) == 0
-        unit = aidc.class_unit(np.stack([dead[proxy][digits.target[proxy] == c].mean(axis=0) for c in range(10)]))
+        unit = aidc.class_unit(
+            np.stack([dead[server_data][digits.target[server_data] == c].mean(axis=0) for c in range(10)])
+        )
         for name, (classes, _) in GROUPS.items():
             truth = np.arange(40) % len(classes)
             profiles = []

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from coordinator.demo import baselines
-from coordinator.demo.run import deal
+from coordinator.demo.run import partition_samples
 from coordinator.methods import MethodSettings
 from coordinator.simulation.settings import DemoSettings
 from fedge.models import initial
@@ -17,7 +17,7 @@ from fedge.tensors import Model
 
 @pytest.fixture(scope="module")
 def federation(tmp_path_factory: pytest.TempPathFactory) -> tuple[TaskSpec, dict[str, DeviceData]]:
-    cameras = deal(DemoSettings(out=tmp_path_factory.mktemp("demo"), devices=4, samples=320))
+    cameras = partition_samples(DemoSettings(out=tmp_path_factory.mktemp("demo"), devices=4, samples=320))
     return cameras.task, {i: share_data(cameras.task, share) for i, share in cameras.shares.items()}
 
 

@@ -10,9 +10,9 @@ from coordinator.demo.run import (
     _coordinator_flags,
     broker_of,
     curve_of,
-    deal,
     installed_bundles,
-    reserves,
+    needs_server_data,
+    partition_samples,
     spent,
 )
 from coordinator.methods import MethodSettings, RoundSummary, make
@@ -26,7 +26,7 @@ from tests.support.simulation import digits
 
 
 def test_a_device_gets_its_training_data_and_never_its_test_samples(tmp_path: Path) -> None:
-    cameras = deal(DemoSettings(out=tmp_path, devices=3, samples=200, sensitive=0.5))
+    cameras = partition_samples(DemoSettings(out=tmp_path, devices=3, samples=200, sensitive=0.5))
     assert list(cameras.shares) == ["camera-0", "camera-1", "camera-2"]
     assert task_spec(str(tmp_path / "task.json")) == cameras.task
     for device_id, share in cameras.shares.items():
@@ -41,16 +41,16 @@ def test_a_device_gets_its_training_data_and_never_its_test_samples(tmp_path: Pa
 
 
 def test_the_same_seed_deals_the_same_samples(tmp_path: Path) -> None:
-    one = deal(DemoSettings(out=tmp_path / "a", devices=3, samples=200, seed=5))
-    two = deal(DemoSettings(out=tmp_path / "b", devices=3, samples=200, seed=5))
-    other = deal(DemoSettings(out=tmp_path / "c", devices=3, samples=200, seed=6))
+    one = partition_samples(DemoSettings(out=tmp_path / "a", devices=3, samples=200, seed=5))
+    two = partition_samples(DemoSettings(out=tmp_path / "b", devices=3, samples=200, seed=5))
+    other = partition_samples(DemoSettings(out=tmp_path / "c", devices=3, samples=200, seed=6))
     assert all(np.array_equal(one.shares[i].y_test, two.shares[i].y_test) for i in one.shares)
     assert any(not np.array_equal(one.shares[i].y_test, other.shares[i].y_test) for i in one.shares)
 
 
 def test_a_bundle_is_found_by_its_release(tmp_path: Path) -> None:
     settings = DemoSettings(out=tmp_path, devices=2, samples=100)
-    cameras = deal(settings)
+    cameras = partition_samples(settings)
     summary = {"installed": {}}
     for device_id in cameras.shares:
         for release in ("1", "2"):
@@ -64,7 +64,7 @@ def test_a_bundle_is_found_by_its_release(tmp_path: Path) -> None:
 
 def test_a_device_without_a_bundle_is_an_error_with_its_log(tmp_path: Path) -> None:
     settings = DemoSettings(out=tmp_path, devices=2, samples=100)
-    cameras = deal(settings)
+    cameras = partition_samples(settings)
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "camera-0.log").write_text("event=order_failed out of memory")
     with pytest.raises(ProcessError, match=r"camera-0 ended without a bundle(.|\n)*out of memory"):
@@ -73,7 +73,7 @@ def test_a_device_without_a_bundle_is_an_error_with_its_log(tmp_path: Path) -> N
 
 def test_the_method_and_its_options_reach_the_coordinator(tmp_path: Path) -> None:
     settings = DemoSettings(out=tmp_path, method="pm-moe", devices=2, samples=100)
-    flags = _coordinator_flags(settings, deal(settings), {"base": "dbe", "guard": False})
+    flags = _coordinator_flags(settings, partition_samples(settings), {"base": "dbe", "guard": False})
     assert flags[:2] == ["--method", "pm-moe"]
     assert flags[-4:] == ["--option", "base=dbe", "--option", "guard=False"]
 
@@ -119,11 +119,11 @@ def test_methods_whose_server_learns_get_labelled_samples_that_no_device_has(
     method: str, options: dict[str, str], wanted: bool, tmp_path: Path
 ) -> None:
     settings = DemoSettings(out=tmp_path, devices=3, samples=400, method=method)
-    assert reserves(method, options) is wanted
-    cameras = deal(settings, reserves=wanted)
+    assert needs_server_data(method, options) is wanted
+    cameras = partition_samples(settings, server_data=wanted)
     assert ("--server-data" in _coordinator_flags(settings, cameras, options)) is wanted
-    dealt = sum(len(s.y_train) + len(s.y_val) + len(s.y_test) for s in cameras.shares.values())
-    assert dealt == (380 if wanted else 400)
+    n_samples = sum(len(s.y_train) + len(s.y_val) + len(s.y_test) for s in cameras.shares.values())
+    assert n_samples == (380 if wanted else 400)
     if wanted:
         assert cameras.server_data is not None
         x, y = labelled(cameras.task, cameras.server_data)
@@ -133,7 +133,7 @@ def test_methods_whose_server_learns_get_labelled_samples_that_no_device_has(
 
 def test_baselines_train_as_much_as_the_method_and_where_it_has_no_rounds_as_its_budget_says(tmp_path: Path) -> None:
     settings = DemoSettings(out=tmp_path, devices=2, samples=100, rounds=8, participation=0.75)
-    cameras = deal(settings)
+    cameras = partition_samples(settings)
     assert spent(settings, cameras, {"selection": {"camera-0": 3, "camera-1": 5}}) == {"camera-0": 3, "camera-1": 5}
     assert spent(settings, cameras, {"selection": {}}) == {"camera-0": 6, "camera-1": 6}
 

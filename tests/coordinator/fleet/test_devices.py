@@ -28,11 +28,11 @@ def test_the_classes_are_plausible():
     assert len({own.name for own in CLASSES}) == 5
 
 
-def test_every_class_is_dealt_out_equally_often_by_the_seed():
+def test_every_class_is_hardware_out_equally_often_by_the_seed():
     ids = [f"d{i}" for i in range(23)]
-    dealt = mixed(ids, seed=1)
-    assert set(dealt) == set(ids)
-    counts = Counter(own.name for own in dealt.values())
+    hardware = mixed(ids, seed=1)
+    assert set(hardware) == set(ids)
+    counts = Counter(own.name for own in hardware.values())
     assert sorted(counts.values()) == [4, 4, 5, 5, 5]
-    assert mixed(reversed(ids), seed=1) == dealt
-    assert mixed(ids, seed=2) != dealt
+    assert mixed(reversed(ids), seed=1) == hardware
+    assert mixed(ids, seed=2) != hardware

@@ -44,14 +44,14 @@ STEPS = (MaskKeys, MaskShares, TrainMasked, Unmask)
 class Lossy(simulation.Fleet):
     """Devices that drop out at a step, by its name; `seen`: all actions, by step and device."""
 
-    silent_at: dict[str, frozenset[str]] = {}
+    unresponsive_at: dict[str, frozenset[str]] = {}
 
     async def run(self, label: str, actions: dict[str, Action]) -> dict[str, Answer]:
         self.seen = getattr(self, "seen", {})
         for i, action in actions.items():
             self.seen[action.STEP, i] = action
         step = next((action.STEP for action in actions.values()), "")
-        self.silent = self.silent_at.get(step, frozenset())
+        self.unresponsive = self.unresponsive_at.get(step, frozenset())
         return await super().run(label, actions)
 
 
@@ -97,12 +97,12 @@ async def test_the_sum_is_the_plain_one_up_to_the_stated_rounding(tmp_path, mode
 async def test_who_drops_out_at_any_step_is_recovered_from(tmp_path, step) -> None:
     """The sum is that of the others; who only does not help to open it is in it."""
     fleet, layout, first = fleet_of(tmp_path, n=9)
-    fleet.silent_at = {step.STEP: frozenset({"d01", "d04"})}
+    fleet.unresponsive_at = {step.STEP: frozenset({"d01", "d04"})}
     found = await masked(fleet, layout).run("train", dict.fromkeys([d.id for d in fleet.devices()], order(first)))
     there = [i for i in found if step is Unmask or i not in {"d01", "d04"}]
     assert sorted(accepted(found)) == there
     assert [i for i, answer in found.items() if answer.result is None] == [i for i in found if i not in there]
-    fleet.silent_at = {}
+    fleet.unresponsive_at = {}
     plain = accepted(await fleet.run("plain", dict.fromkeys(there, order(first))))
     n = np.array([u.n_samples for u in plain.values()])
     rows = np.stack([fleet.get(u.update, layout).params for u in plain.values()])
@@ -112,7 +112,7 @@ async def test_who_drops_out_at_any_step_is_recovered_from(tmp_path, step) -> No
 
 async def test_dropouts_at_all_steps_of_one_round(tmp_path) -> None:
     fleet, layout, first = fleet_of(tmp_path, n=12)
-    fleet.silent_at = {step.STEP: frozenset({f"d{2 * k + 1:02d}"}) for k, step in enumerate(STEPS)}
+    fleet.unresponsive_at = {step.STEP: frozenset({f"d{2 * k + 1:02d}"}) for k, step in enumerate(STEPS)}
     found = await masked(fleet, layout).run("train", dict.fromkeys([d.id for d in fleet.devices()], order(first)))
     assert sorted(set(found) - set(accepted(found))) == ["d01", "d03", "d05"]
 
@@ -120,7 +120,7 @@ async def test_dropouts_at_all_steps_of_one_round(tmp_path) -> None:
 async def test_too_many_dropouts_change_nothing_and_it_is_said(tmp_path, caplog) -> None:
     """Of eight devices each has seven neighbours, of whom four must show their shares."""
     fleet, layout, first = fleet_of(tmp_path)
-    fleet.silent_at = {"unmask": frozenset(f"d{k:02d}" for k in range(5))}
+    fleet.unresponsive_at = {"unmask": frozenset(f"d{k:02d}" for k in range(5))}
     method = FedAvg(SETTINGS)
     fleet.round = 1
     with caplog.at_level(logging.WARNING, logger="fedge"):
@@ -131,9 +131,9 @@ async def test_too_many_dropouts_change_nothing_and_it_is_said(tmp_path, caplog)
     assert after.sums == (tuple(f"d{k:02d}" for k in range(8)),), "some devices have opened it"
 
 
-async def test_devices_whose_sum_is_lost_are_not_taken_for_silent(tmp_path) -> None:
+async def test_devices_whose_sum_is_lost_are_not_taken_for_unresponsive(tmp_path) -> None:
     fleet, layout, first = fleet_of(tmp_path)
-    fleet.silent_at = {"unmask": frozenset(f"d{k:02d}" for k in range(5))}
+    fleet.unresponsive_at = {"unmask": frozenset(f"d{k:02d}" for k in range(5))}
     found = await masked(fleet, layout).run("train", dict.fromkeys([d.id for d in fleet.devices()], order(first)))
     assert all(isinstance(answer.result, Declined) for answer in found.values())
 
@@ -141,7 +141,7 @@ async def test_devices_whose_sum_is_lost_are_not_taken_for_silent(tmp_path) -> N
 @pytest.mark.parametrize("step", [step for step in STEPS if step is not Unmask], ids=lambda step: step.STEP)
 async def test_fewer_than_the_smallest_cohort_are_not_summed(tmp_path, step) -> None:
     fleet, layout, first = fleet_of(tmp_path, n=5)
-    fleet.silent_at = {step.STEP: frozenset({"d00"})}
+    fleet.unresponsive_at = {step.STEP: frozenset({"d00"})}
     wrapped = masked(fleet, layout)
     found = await wrapped.run("train", dict.fromkeys([d.id for d in fleet.devices()], order(first)))
     assert not accepted(found)
@@ -162,7 +162,7 @@ async def test_some_are_left_out_where_a_sum_would_differ_by_few(tmp_path) -> No
     fleet, layout, first = fleet_of(tmp_path, n=12)
     everybody = tuple(device.id for device in fleet.devices())
     wrapped = masked(fleet, layout, sums=(everybody,))
-    fleet.silent_at = {"train_masked": frozenset({"d03"})}
+    fleet.unresponsive_at = {"train_masked": frozenset({"d03"})}
     found = await wrapped.run("train", dict.fromkeys(everybody, order(first)))
     assert len(accepted(found)) == 7
     assert wrapped.sums == [everybody, tuple(accepted(found))]
@@ -177,7 +177,7 @@ async def test_the_sums_of_a_run_never_differ_by_few(tmp_path) -> None:
     state = method.init(layout, first)
     for number in range(1, 7):
         fleet.round = number
-        fleet.silent_at = {"train_masked": frozenset(f"d{k:02d}" for k in range(number // 2))}
+        fleet.unresponsive_at = {"train_masked": frozenset(f"d{k:02d}" for k in range(number // 2))}
         state = await method.advance(state, fleet)
     assert len(state.sums) > 1
     assert not any(too_close(one, state.sums[:k], 5) for k, one in enumerate(state.sums))

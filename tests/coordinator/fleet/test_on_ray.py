@@ -17,7 +17,7 @@ from coordinator.methods import Option, Server, make
 from coordinator.methods.averaging import averages
 from coordinator.ray import connected, ray
 from coordinator.simulation.compare import compare
-from coordinator.simulation.federation import Federation, deal, gather
+from coordinator.simulation.federation import Federation, gather, partition_samples
 from coordinator.simulation.run import simulate
 from coordinator.simulation.settings import CompareSettings, Running, Scenario
 from edge_agent import batched
@@ -45,7 +45,7 @@ def cluster() -> Iterator[object]:
 
 @pytest.fixture(scope="module")
 def federation() -> Federation:
-    return deal(SCENARIO, SEED)
+    return partition_samples(SCENARIO, SEED)
 
 
 async def trained(

@@ -54,7 +54,7 @@ def test_a_device_makes_the_very_bytes_of_the_model_from_the_one_before(seed: in
     ref = put_after(fleet, first, after, LAYOUT)
     if ref == first or ref.digest not in fleet.descents:  # the change is lost in what float32 can hold
         return
-    found = codec.moved(BytesIO(fleet.get_bytes(first)), [fleet.get_bytes(fleet.descents[ref.digest].blob)])
+    found = codec.apply_differences(BytesIO(fleet.get_bytes(first)), [fleet.get_bytes(fleet.descents[ref.digest].blob)])
     assert b"".join(map(bytes, found)) == fleet.get_bytes(ref)
     got = fleet.get(ref, LAYOUT)
     np.testing.assert_array_equal(got.buffers, after.buffers)

@@ -71,10 +71,10 @@ async def test_a_step_is_the_mean_and_the_clusters_direction(tmp_path) -> None:
         fleet.round = r
         alone = {}
         for i in fleet.workers:
-            fleet.silent = frozenset(fleet.workers) - {i}
+            fleet.unresponsive = frozenset(fleet.workers) - {i}
             one = await plain.round(msgspec.structs.replace(plain.init(layout, state.model), round=r - 1), fleet)
             alone[i] = fleet.get(one.model, layout).params.astype(np.float64)
-        fleet.silent = frozenset()
+        fleet.unresponsive = frozenset()
         n = {i: worker.data.n_shared for i, worker in fleet.workers.items()}
         total = sum(n.values())
         direction = 0.0
@@ -89,24 +89,24 @@ async def test_a_step_is_the_mean_and_the_clusters_direction(tmp_path) -> None:
         state = after
 
 
-async def test_a_silent_round_changes_neither_model_nor_memory(tmp_path) -> None:
+async def test_an_unresponsive_round_changes_neither_model_nor_memory(tmp_path) -> None:
     fleet, layout, first = skewed(tmp_path)
     method = make("cfic", MethodSettings(rounds=3, **EXACT))
     before = await rounds(method, method.init(layout, first), fleet, 1)
-    fleet.silent = frozenset(fleet.workers)
+    fleet.unresponsive = frozenset(fleet.workers)
     after = await rounds(method, before, fleet, 1)
     assert (after.model, after.memory) == (before.model, before.memory)
     assert before.memory is not None
 
 
-async def test_a_silent_device_costs_one_deadline_and_rests(tmp_path) -> None:
+async def test_an_unresponsive_device_costs_one_deadline_and_rests(tmp_path) -> None:
     fleet, layout, first = skewed(tmp_path)
     method = make("cfic", MethodSettings(rounds=4, **EXACT))
-    fleet.silent = frozenset(["d02"])
+    fleet.unresponsive = frozenset(["d02"])
     state = await rounds(method, method.init(layout, first), fleet, 2)
     assert [(r, step) for r, step, i in fleet.asked if i == "d02"] == [(1, "describe")]
     assert "d02" not in state.described
-    fleet.silent = frozenset()
+    fleet.unresponsive = frozenset()
     state = await rounds(method, state, fleet, 1)
     assert state.described["d02"].label == majority(fleet.workers["d02"])
     assert state.participations["d02"] == 1

@@ -75,7 +75,7 @@ async def test_the_bandit_of_fedavg_learns_from_what_devices_measure_and_repeats
     states = []
     for turn in range(2):
         fleet, layout, first, _ = digits(tmp_path / str(turn), limit=300)
-        fleet.silent = frozenset({"d05"})
+        fleet.unresponsive = frozenset({"d05"})
         of = make("fedavg", MethodSettings(rounds=4, participation=0.5, options={"selection": "ccmab"}))
         states.append(await run(of, of.init(layout, first), fleet))
     assert dump(states[0]) == dump(states[1])

@@ -36,9 +36,9 @@ async def test_a_round_is_the_mean_of_the_models_weighted_by_samples(tmp_path) -
     assert after.participations == dict.fromkeys(updates, 1)
 
 
-async def test_a_silent_round_changes_no_model(tmp_path) -> None:
+async def test_an_unresponsive_round_changes_no_model(tmp_path) -> None:
     fleet, layout, first, _ = digits(tmp_path)
-    fleet.silent = frozenset(device.id for device in fleet.devices())
+    fleet.unresponsive = frozenset(device.id for device in fleet.devices())
     after = await FedAvg(SETTINGS).advance(FedAvg(SETTINGS).init(layout, first), fleet)
     assert (after.round, after.model, after.participations) == (1, first, {})
     assert after.history[-1].answered == 0
@@ -46,7 +46,7 @@ async def test_a_silent_round_changes_no_model(tmp_path) -> None:
 
 async def test_a_round_with_too_few_reports_changes_no_model(tmp_path) -> None:
     fleet, layout, first, _ = digits(tmp_path)
-    fleet.silent = frozenset(["d00"])
+    fleet.unresponsive = frozenset(["d00"])
     method = FedAvg(MethodSettings(rounds=3, min_reports=6))
     assert (await method.advance(method.init(layout, first), fleet)).model == first
 
@@ -107,7 +107,7 @@ async def test_the_fastest_are_asked_again_and_again(tmp_path) -> None:
 
 async def test_a_fast_device_that_falls_silent_is_replaced(tmp_path) -> None:
     fleet, layout, first, _ = digits(tmp_path)
-    fleet.silent = frozenset(["d05"])
+    fleet.unresponsive = frozenset(["d05"])
     method = make("fedavg", MethodSettings(rounds=2, participation=0.5, options={"selection": "fastest"}))
     state = await run(method, method.init(layout, first), fleet)
     assert state.seconds["d05"] == math.inf

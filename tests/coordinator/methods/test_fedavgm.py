@@ -40,12 +40,12 @@ async def test_without_momentum_it_is_fedavg_bit_for_bit(tmp_path) -> None:
     assert states[0].velocity is None
 
 
-async def test_a_silent_round_changes_neither_model_nor_velocity(tmp_path) -> None:
+async def test_an_unresponsive_round_changes_neither_model_nor_velocity(tmp_path) -> None:
     fleet, layout, first, _ = digits(tmp_path)
     method = make("fedavgm", MethodSettings(**EXACT))
     fleet.round = 1
     before = await method.advance(method.init(layout, first), fleet)
-    fleet.silent = frozenset(device.id for device in fleet.devices())
+    fleet.unresponsive = frozenset(device.id for device in fleet.devices())
     fleet.round = 2
     after = await method.advance(before, fleet)
     assert (after.model, after.velocity) == (before.model, before.velocity)

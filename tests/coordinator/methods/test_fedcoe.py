@@ -43,7 +43,7 @@ def held_out() -> Samples:
 
 
 X, Y = held_out()
-RESERVED = (X[:200], Y[:200])
+SERVER_DATA = (X[:200], Y[:200])
 TEST = (X[200:], Y[200:])
 
 
@@ -60,7 +60,7 @@ def method_of(
     changes = {name: options.pop(name) for name in Preset.__struct_fields__ if name != "tau" and name in options}
     sgd = Sgd(steps=10, learning_rate=0.1, weight_decay=weight_decay)
     settings = MethodSettings(rounds=rounds, sgd=sgd, codec=Codec.FLOAT32, down="float32", seed=seed, options=options)
-    method = kind(settings, Server(TASK, RESERVED))
+    method = kind(settings, Server(TASK, SERVER_DATA))
     method.preset = msgspec.structs.replace(method.preset, **changes)
     return method
 
@@ -106,7 +106,7 @@ async def test_a_round_is_that_of_section_5(tmp_path: Path, ranking: str) -> Non
     m = np.zeros((3, 4))
     empty = np.zeros(0, np.float32), np.zeros(0, np.int64)
     scores = [method.server_data.probabilities(Model(row.astype(np.float32), *empty)) for row in theta]
-    for k, (y, p) in enumerate(zip(RESERVED[1], method.server_data.routing(gate), strict=True)):
+    for k, (y, p) in enumerate(zip(SERVER_DATA[1], method.server_data.routing(gate), strict=True)):
         for i in range(4):
             m[:, i] += p * scores[i][k, y]
     m_e, m_c = m / m.sum(axis=1, keepdims=True), m / m.sum(axis=0, keepdims=True)
@@ -335,30 +335,30 @@ async def test_a_profile_that_is_none_is_refused(tmp_path: Path) -> None:
 # ----------------------------------------------------------------------------------------- what may be missing
 
 
-async def test_a_silent_device_keeps_its_model_and_comes_back(tmp_path: Path) -> None:
+async def test_an_unresponsive_device_keeps_its_model_and_comes_back(tmp_path: Path) -> None:
     fleet, layout, first = federation(tmp_path, n=4)
     method = method_of(rounds=3)
     fleet.round = 1
     one = await method.advance(method.init(layout, first), fleet)
-    fleet.round, fleet.silent = 2, frozenset({"d00"})
+    fleet.round, fleet.unresponsive = 2, frozenset({"d00"})
     two = await method.advance(one, fleet)
     assert two.clients["d00"] == one.clients["d00"]
     assert two.clients["d01"] != one.clients["d01"]
     assert two.experts != one.experts
-    fleet.round, fleet.silent = 3, frozenset()
+    fleet.round, fleet.unresponsive = 3, frozenset()
     three = await method.advance(two, fleet)
     assert three.clients["d00"] != one.clients["d00"]
     assert three.participations == {"d00": 2, "d01": 3, "d02": 3, "d03": 3}
 
 
-async def test_a_silent_round_and_one_with_too_few_reports_change_nothing(tmp_path: Path) -> None:
+async def test_an_unresponsive_round_and_one_with_too_few_reports_change_nothing(tmp_path: Path) -> None:
     fleet, layout, first = federation(tmp_path, n=4)
     method = method_of()
     before = await method._pretrained(method.init(layout, first), fleet)
-    fleet.round, fleet.silent = 1, frozenset(d.id for d in fleet.devices())
+    fleet.round, fleet.unresponsive = 1, frozenset(d.id for d in fleet.devices())
     after = await method.advance(before, fleet)
     assert (after.round, after.experts, after.clients) == (1, before.experts, {})
-    fleet.silent = frozenset({"d00"})
+    fleet.unresponsive = frozenset({"d00"})
     method.settings = msgspec.structs.replace(method.settings, min_reports=4)
     assert (await method.advance(before, fleet)).experts == before.experts
 

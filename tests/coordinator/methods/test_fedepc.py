@@ -173,16 +173,16 @@ async def test_clusters_never_influence_each_other_after_the_warm_up(tmp_path, s
 # ------------------------------------------------------------------------------------------------- silence, faults
 
 
-async def test_a_silent_cluster_keeps_its_model_and_the_others_go_on(tmp_path) -> None:
+async def test_an_unresponsive_cluster_keeps_its_model_and_the_others_go_on(tmp_path) -> None:
     of = method()
     fleet, state, _ = await clustered(tmp_path, of)
-    fleet.silent = frozenset(state.clusters[0].members)
+    fleet.unresponsive = frozenset(state.clusters[0].members)
     after = await rounds(of, state, fleet, 1)
     assert after.clusters[0].model == state.clusters[0].model
     assert after.clusters[0].losses == state.clusters[0].losses
     assert all(a.model != b.model for a, b in zip(after.clusters[1:], state.clusters[1:], strict=True))
-    assert set(after.unresponsive) == fleet.silent
-    fleet.silent = frozenset(i for cluster in state.clusters for i in cluster.members)
+    assert set(after.unresponsive) == fleet.unresponsive
+    fleet.unresponsive = frozenset(i for cluster in state.clusters for i in cluster.members)
     silent = await rounds(of, state, fleet, 1)
     assert [c.model for c in silent.clusters] == [c.model for c in state.clusters]
     assert silent.history[-1].answered == 0

@@ -92,7 +92,7 @@ async def test_momentum_adds_half_of_the_last_step(tmp_path) -> None:
     one = await rounds(method, method.init(layout, first), fleet, 1)
     two = await rounds(method, one, fleet, 1)
     w0, w1, w2 = (fleet.get(ref, layout).params for ref in (first, one.shared.model, two.shared.model))
-    fleet.silent = frozenset()
+    fleet.unresponsive = frozenset()
     plain = await rounds(
         FedAvg(EXACT), msgspec.structs.replace(FedAvg(EXACT).init(layout, one.shared.model), round=1), fleet, 1
     )
@@ -100,11 +100,11 @@ async def test_momentum_adds_half_of_the_last_step(tmp_path) -> None:
     np.testing.assert_allclose(w2 - w1, mean_change + 0.5 * (w1 - w0), atol=1e-6)
 
 
-async def test_a_silent_round_changes_neither_model_nor_velocity(tmp_path) -> None:
+async def test_an_unresponsive_round_changes_neither_model_nor_velocity(tmp_path) -> None:
     fleet, layout, first, _ = digits(tmp_path)
     method = Fedge(EXACT)
     before = await rounds(method, method.init(layout, first), fleet, 2)
-    fleet.silent = frozenset(device.id for device in fleet.devices())
+    fleet.unresponsive = frozenset(device.id for device in fleet.devices())
     assert (await rounds(method, before, fleet, 1)).shared == before.shared
 
 
@@ -383,7 +383,7 @@ async def test_everybody_takes_part_until_there_are_profiles_then_the_bandit_cho
 async def test_a_device_that_never_answers_costs_few_deadlines(tmp_path) -> None:
     settings = MethodSettings(rounds=100, participation=0.5, sgd=Sgd(steps=2))
     fleet, layout, first, _ = digits(tmp_path, how="dirichlet")
-    fleet.silent = frozenset(["d02"])
+    fleet.unresponsive = frozenset(["d02"])
     method = Fedge(settings)
     state = await rounds(method, method.init(layout, first), fleet, 32)
     assert [(r, step) for r, step, device in fleet.asked if device == "d02"] == [
@@ -392,7 +392,7 @@ async def test_a_device_that_never_answers_costs_few_deadlines(tmp_path) -> None
     assert all(state.participations[i] > module.WARM_UP for i in ("d00", "d01", "d03", "d04", "d05"))
     assert "d02" not in state.participations
 
-    fleet.silent = frozenset()
+    fleet.unresponsive = frozenset()
     fleet.asked = []
     state = await rounds(method, state, fleet, 20)
     assert (47, "profile", "d02") in fleet.asked, "after 16 rounds it is tried again"
@@ -408,7 +408,7 @@ async def test_a_device_that_falls_silent_is_selected_less_and_less(tmp_path, se
     fleet, layout, first, _ = digits(tmp_path, how="dirichlet", seed=seed)
     method = Fedge(settings)
     state = await rounds(method, method.init(layout, first), fleet, module.WARM_UP + 1)
-    fleet.silent = frozenset(["d02"])
+    fleet.unresponsive = frozenset(["d02"])
     fleet.asked = []
     state = await rounds(method, state, fleet, 60)
     asked = [r for r, _, device in fleet.asked if device == "d02"]
@@ -419,7 +419,7 @@ async def test_a_device_that_falls_silent_is_selected_less_and_less(tmp_path, se
     assert len(asked) <= 1 + len(rests)
     assert np.mean(others) >= 60 * participation - len(asked), "and the others as often as ever"
 
-    fleet.silent = frozenset()
+    fleet.unresponsive = frozenset()
     state = await rounds(method, state, fleet, 16 + BOUND)
     assert state.unresponsive == {}
     fleet.asked = []
@@ -443,8 +443,8 @@ async def test_a_device_that_falls_silent_in_any_step_costs_its_deadline_once(tm
 
     async def falls_silent(name, actions):
         if name == step:
-            fleet.silent = frozenset(["d02"])
-        in_vain.extend((fleet.round, name) for device in actions if device in fleet.silent)
+            fleet.unresponsive = frozenset(["d02"])
+        in_vain.extend((fleet.round, name) for device in actions if device in fleet.unresponsive)
         return await until_now(name, actions)
 
     monkeypatch.setattr(fleet, "run", falls_silent)
@@ -470,7 +470,7 @@ async def test_where_everybody_misses_a_step_at_the_end_it_ends_in_mixtures_all_
     everybody, until_now = frozenset(fleet.workers), fleet.run
 
     async def misses_one(name, actions):
-        fleet.silent = everybody if name == step else frozenset()
+        fleet.unresponsive = everybody if name == step else frozenset()
         return await until_now(name, actions)
 
     monkeypatch.setattr(fleet, "run", misses_one)
@@ -482,7 +482,7 @@ async def test_where_everybody_misses_a_step_at_the_end_it_ends_in_mixtures_all_
 async def test_a_device_that_is_born_again_is_asked_at_once_unless_it_fails_and_fails(tmp_path) -> None:
     settings = MethodSettings(rounds=100, sgd=Sgd(steps=2))
     fleet, layout, first, _ = digits(tmp_path, n=3)
-    fleet.silent = frozenset(["d02"])
+    fleet.unresponsive = frozenset(["d02"])
     method = Fedge(settings)
     state = method.init(layout, first)
     for r in range(1, 12):  # started again and again, and dies of every order
@@ -493,10 +493,10 @@ async def test_a_device_that_is_born_again_is_asked_at_once_unless_it_fails_and_
 
 async def test_where_all_are_silent_all_are_asked(tmp_path) -> None:
     fleet, layout, first, _ = digits(tmp_path, n=3)
-    fleet.silent = frozenset(device.id for device in fleet.devices())
+    fleet.unresponsive = frozenset(device.id for device in fleet.devices())
     method = Fedge(EXACT)
     state = await rounds(method, method.init(layout, first), fleet, 2)
-    fleet.silent = frozenset()
+    fleet.unresponsive = frozenset()
     state = await rounds(method, state, fleet, 1)
     assert [line.asked for line in state.history] == [3, 3, 3]
     assert state.history[-1].answered == 3
@@ -554,7 +554,7 @@ def test_a_device_that_is_like_no_other_founds_a_group(grouped) -> None:
 
 
 def test_after_many_changes_all_groups_are_made_anew_and_inherit_bandits(grouped) -> None:
-    """2 of 7 are more than 20 %: newcomers and changed devices count alike. By placing alone b, c would have stayed."""
+    """2 of 7 are more than 20 %: new and changed devices count alike. By placing alone b, c would have stayed."""
     after = group(grouped, {"b": profiled(1), "c": profiled(1)})
     assert after.groups == (("a",), ("b", "c", "d", "e", "f"), ("g",))
     assert after.bandits == grouped.bandits
@@ -810,11 +810,11 @@ async def test_shift_installs_the_shared_model_alone(tmp_path) -> None:
 
 async def test_a_late_joiner_after_the_end_gets_a_mixture_with_what_was_pooled(tmp_path) -> None:
     fleet, layout, first, _ = digits(tmp_path, n=5, limit=500)
-    fleet.silent = frozenset({"d04"})
+    fleet.unresponsive = frozenset({"d04"})
     method = with_options(rounds=3)
     state = await run(method, method.init(layout, first), fleet)
     assert set(state.installed) == {"d00", "d01", "d02", "d03"}
-    fleet.silent = frozenset()
+    fleet.unresponsive = frozenset()
     fleet.incarnations = {"d04": "2"}
     fleet.asked.clear()
     fleet.round = state.round + 1

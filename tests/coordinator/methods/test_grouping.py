@@ -77,7 +77,7 @@ def test_a_bandit_learns_the_loss_drop_minus_one_of_silence_and_nothing_of_a_ref
 async def test_directions_of_a_common_model_find_planted_groups(tmp_path) -> None:
     """One update of each device from the same model; a device that learned nothing, or was silent, has none."""
     fleet, layout, first, group_of = digits(tmp_path, n=12, alpha=10.0, n_groups=4, groups="labels")
-    fleet.silent = frozenset({"d03"})
+    fleet.unresponsive = frozenset({"d03"})
     order = describing("mctc", first, sgd=Sgd(steps=10), codec=Codec.FLOAT32)
     assert order == Train(starts=(Start(model=first),), sgd=Sgd(steps=10), codec=Codec.FLOAT32, measure=False)
     fleet.round = 1

@@ -82,9 +82,9 @@ async def test_every_device_installs_what_it_learned_from_all_its_samples_and_se
     assert load(dump(state), ModelState) == state
 
 
-async def test_a_silent_device_has_no_bundle(tmp_path) -> None:
+async def test_an_unresponsive_device_has_no_bundle(tmp_path) -> None:
     fleet, layout, first, _ = digits(tmp_path, n=3, limit=90)
-    fleet.silent = frozenset(["d01"])
+    fleet.unresponsive = frozenset(["d01"])
     method = make("local", MethodSettings(rounds=1))
     state = await run(method, method.init(layout, first), fleet)
     assert sorted(state.installed) == ["d00", "d02"]

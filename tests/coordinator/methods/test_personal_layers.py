@@ -151,13 +151,13 @@ async def test_what_is_served_is_the_initial_model_with_the_shared_part_over_it(
 
 
 @every
-async def test_a_silent_round_changes_no_model(tmp_path: Path, name: str) -> None:
+async def test_an_unresponsive_round_changes_no_model(tmp_path: Path, name: str) -> None:
     fleet, _, method, state = federation(tmp_path, name)
     state = await next_round(method, state, fleet)
-    fleet.silent = frozenset(fleet.workers)
+    fleet.unresponsive = frozenset(fleet.workers)
     after = await next_round(method, state, fleet)
     assert (after.model, after.whole, after.round) == (state.model, state.whole, 2)
-    fleet.silent = frozenset(["d00", "d01"])
+    fleet.unresponsive = frozenset(["d00", "d01"])
     strict: Any = make(name, settings(min_reports=4))
     after = await next_round(strict, state, fleet)
     assert (after.model, after.whole, after.history[-1].answered) == (state.model, state.whole, 3)
@@ -166,13 +166,13 @@ async def test_a_silent_round_changes_no_model(tmp_path: Path, name: str) -> Non
 @every
 async def test_a_device_that_comes_late_goes_away_or_never_trains_ends_with_a_bundle(tmp_path: Path, name: str) -> None:
     fleet, layout, method, state = federation(tmp_path, name, rounds=4)
-    fleet.absent, fleet.silent = frozenset(["d00"]), frozenset(["d04"])
+    fleet.absent, fleet.unresponsive = frozenset(["d00"]), frozenset(["d04"])
     for _ in range(2):
         state = await next_round(method, state, fleet)
     fleet.absent = frozenset(["d01"])  # d00 has come, d01 has gone
     for _ in range(2):
         state = await next_round(method, state, fleet)
-    fleet.absent = fleet.silent = frozenset()
+    fleet.absent = fleet.unresponsive = frozenset()
     state = await next_round(method, state, fleet)
     assert state.participations == {"d00": 2, "d01": 2, "d02": 4, "d03": 4}
     assert set(state.installed) == set(fleet.workers)

@@ -102,11 +102,11 @@ async def test_a_device_that_never_trained_installs_the_bases_model(tmp_path) ->
     fleet, layout, first, _ = digits(tmp_path, n=4, limit=400)
     method = method_of(rounds=2)
     state = method.init(layout, first)
-    fleet.silent = frozenset({"d03"})
+    fleet.unresponsive = frozenset({"d03"})
     for _ in range(2):
         fleet.round = state.round + 1
         state = await method.advance(state, fleet)
-    fleet.silent = frozenset()
+    fleet.unresponsive = frozenset()
     fleet.round = 3
     state = await method.advance(state, fleet)
     assert set(state.installed) == {"d00", "d01", "d02", "d03"}

@@ -89,12 +89,12 @@ async def test_one_cluster_is_fedavg(tmp_path) -> None:
 async def test_who_sat_out_is_attached_and_changes_no_expert(tmp_path) -> None:
     fleet, layout, first, _ = digits(tmp_path, n=8)
     method = method_of(rounds=8)
-    fleet.silent = frozenset({"d07"})
+    fleet.unresponsive = frozenset({"d07"})
     state = await rounds(method, fleet, method.init(layout, first), 3)
     assert state.clusters is not None
     assert "d07" not in {i for members in state.clusters.members for i in members}
     assert len(starts(state, "d07")) == len(state.experts), "unknown: all experts"
-    fleet.silent = frozenset()
+    fleet.unresponsive = frozenset()
     after = await rounds(method, fleet, state, 1)
     assert after.clusters == state.clusters
     assert after.attached["d07"]
@@ -119,15 +119,15 @@ async def test_a_cluster_without_members_this_round_keeps_its_expert(tmp_path) -
     method = method_of(rounds=9)
     state = await rounds(method, fleet, method.init(layout, first), 3)
     assert state.clusters is not None
-    fleet.silent = frozenset(state.clusters.members[0])
+    fleet.unresponsive = frozenset(state.clusters.members[0])
     after = await rounds(method, fleet, state, 1)
     assert after.experts[0] == state.experts[0]
     assert any(a != b for a, b in zip(after.experts, state.experts, strict=True))
 
 
-async def test_a_silent_round_changes_nothing_but_the_count(tmp_path) -> None:
+async def test_an_unresponsive_round_changes_nothing_but_the_count(tmp_path) -> None:
     fleet, layout, first, _ = digits(tmp_path)
-    fleet.silent = frozenset(device.id for device in fleet.devices())
+    fleet.unresponsive = frozenset(device.id for device in fleet.devices())
     method = method_of()
     after = await rounds(method, fleet, method.init(layout, first), 1)
     assert (after.round, after.experts, after.clusters, after.directions) == (1, (), None, None)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from coordinator.simulation import compare as module
-from coordinator.simulation.compare import Comparison, compare, methods_of, seeds_of, spread, together
+from coordinator.simulation.compare import Comparison, compare, compare_runs, methods_of, seeds_of, spread
 from coordinator.simulation.outcome import Cost, RunOutcome
 from coordinator.simulation.report import of_comparison, write_results
 from coordinator.simulation.settings import CompareSettings, Scenario
@@ -28,7 +28,7 @@ SMALL = {"devices": 3, "samples": 200, "rounds": 2, "jobs": 1}
 def test_differences_are_paired_by_seed() -> None:
     accuracy = {"a": (0.80, 0.90), "b": (0.85, 0.89), "c": (0.70, 0.99)}
     runs = [a_run(method, seed, own[seed]) for method, own in accuracy.items() for seed in (0, 1)]
-    found = {m.method: m for m in together(Scenario(), runs, list(accuracy), (0, 1), "a", None).methods}
+    found = {m.method: m for m in compare_runs(Scenario(), runs, list(accuracy), (0, 1), "a", None).methods}
     b = found["b"]
     assert b.accuracy.mean == pytest.approx(0.87)
     assert b.to_baseline is not None
@@ -47,7 +47,7 @@ def test_the_target_is_95_percent_of_the_best_and_its_cost_a_mean() -> None:
     # m1: 0.82 and 0.83 at round 30 alone are above 0.784; m0: 0.80 and 0.81, too
     assert [m.cost for m in found.methods] == [Cost(round=30, bytes=3_000_000, seconds=6.0)] * 2
     runs = [a_run("a", 0, 0.9), a_run("a", 1, 0.5)]
-    never = together(Scenario(), runs, ["a"], (0, 1), "a", 0.6)
+    never = compare_runs(Scenario(), runs, ["a"], (0, 1), "a", 0.6)
     assert never.target == 0.6
     assert never.methods[0].cost is None
     assert never.methods[0].best_other is None
@@ -60,7 +60,7 @@ def test_one_seed_has_no_spread() -> None:
 
 def test_a_methods_own_numbers_are_those_that_every_seed_has() -> None:
     runs = [a_run("m", seed, details={"silhouette": 0.2 * seed} | ({"odd": 1.0} if seed else {})) for seed in (0, 1)]
-    (found,) = together(Scenario(), runs, ["m"], (0, 1), "m", None).methods
+    (found,) = compare_runs(Scenario(), runs, ["m"], (0, 1), "m", None).methods
     assert {name: own.seeds for name, own in found.details.items()} == {"silhouette": (0.0, 0.2)}
     assert found.cold_start is None
 

@@ -11,7 +11,7 @@ from benchmarks.steps.ablated_mixture import FitAblatedMixture
 from coordinator.methods import Option, Server, make
 from coordinator.methods.scmoe_pfl import ScmoePfl, ScmoeState
 from coordinator.simulation.evaluation import Evaluation
-from coordinator.simulation.federation import Federation, deal, gather
+from coordinator.simulation.federation import Federation, gather, partition_samples
 from coordinator.simulation.rounds import run
 from coordinator.simulation.settings import Scenario
 from fedge import bundle, preprocess
@@ -30,7 +30,7 @@ class UniformMean(ScmoePfl):
 
 
 async def finished(tmp_path: Path, name: str, scenario: Scenario = SCENARIO, options: dict[str, Option] | None = None):
-    federation = deal(scenario, 0)
+    federation = partition_samples(scenario, 0)
     method = make(name, scenario.for_method(0, options or {}), Server(federation.task, federation.server_data))
     fleet, first, workers = gather(federation, scenario, 0, tmp_path)
     state = await run(method, method.init(federation.layout, first), fleet)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from coordinator.fleet import devices
-from coordinator.simulation.federation import KEPT, deal, gather, machines
+from coordinator.simulation.federation import KEPT, gather, machines, partition_samples
 from coordinator.simulation.settings import Scenario
 from fedge import preprocess
 from fedge.errors import ConfigError
@@ -13,7 +13,7 @@ from tests.fedge.tasks.test_har import write
 
 
 def test_every_sample_is_in_one_place_and_the_global_test_set_in_none_of_the_devices() -> None:
-    federation = deal(Scenario(devices=4, samples=500, global_test=0.2, server_data=0.3), 3)
+    federation = partition_samples(Scenario(devices=4, samples=500, global_test=0.2, server_data=0.3), 3)
     assert federation.global_test is not None
     assert federation.server_data is not None
     assert (len(federation.server_data[1]), len(federation.global_test[1])) == (30, 70)
@@ -24,7 +24,7 @@ def test_every_sample_is_in_one_place_and_the_global_test_set_in_none_of_the_dev
 
 
 def test_the_global_test_set_has_all_classes_and_is_seen_by_all_cameras() -> None:
-    plain, turned = (deal(Scenario(partition=how, n_groups=2), 0) for how in ("dirichlet", "groups"))
+    plain, turned = (partition_samples(Scenario(partition=how, n_groups=2), 0) for how in ("dirichlet", "groups"))
     assert plain.global_test is not None
     assert turned.global_test is not None
     assert np.bincount(plain.global_test[1], minlength=10).min() > 5
@@ -34,14 +34,14 @@ def test_the_global_test_set_has_all_classes_and_is_seen_by_all_cameras() -> Non
 
 
 def test_without_a_share_there_is_none() -> None:
-    federation = deal(Scenario(devices=3, samples=200, global_test=0.0), 0)
+    federation = partition_samples(Scenario(devices=3, samples=200, global_test=0.0), 0)
     assert federation.global_test is None
     assert federation.server_data is None
 
 
 def test_equal_seeds_give_equal_federations() -> None:
     scenario = Scenario(devices=3, samples=200)
-    one, again, other = (deal(scenario, seed) for seed in (1, 1, 2))
+    one, again, other = (partition_samples(scenario, seed) for seed in (1, 1, 2))
     assert one.first.params.tobytes() == again.first.params.tobytes() != other.first.params.tobytes()
     for i, share in one.shares.items():
         assert share.x_train.tobytes() == again.shares[i].x_train.tobytes()
@@ -49,16 +49,16 @@ def test_equal_seeds_give_equal_federations() -> None:
 
 def test_twenty_devices_or_as_many_as_people(tmp_path: Path) -> None:
     har = Scenario(task="uci-har", data=write(tmp_path / "har.npz"), partition="natural", global_test=0.0)
-    assert list(deal(har, 0).shares) == ["device-0", "device-1", "device-2"]
-    assert len(deal(Scenario(), 0).shares) == 20
+    assert list(partition_samples(har, 0).shares) == ["device-0", "device-1", "device-2"]
+    assert len(partition_samples(Scenario(), 0).shares) == 20
 
 
 def test_another_network() -> None:
-    federation = deal(Scenario(devices=2, samples=100, model="cnn"), 0)
+    federation = partition_samples(Scenario(devices=2, samples=100, model="cnn"), 0)
     assert federation.task.model == "cnn"
     assert federation.layout.n_params > 2410
     with pytest.raises(ConfigError, match="unknown model"):
-        deal(Scenario(devices=2, samples=100, model="transformer"), 0)
+        partition_samples(Scenario(devices=2, samples=100, model="transformer"), 0)
 
 
 def test_steady_machines_are_the_mixed_ones_without_absence() -> None:
@@ -75,7 +75,7 @@ def test_steady_machines_are_the_mixed_ones_without_absence() -> None:
 
 def test_the_fleet_has_a_worker_and_a_folder_for_each_device(tmp_path: Path) -> None:
     scenario = Scenario(devices=3, samples=200)
-    federation = deal(scenario, 0)
+    federation = partition_samples(scenario, 0)
     fleet, first, workers = gather(federation, scenario, 0, tmp_path)
     assert [device.id for device in fleet.devices()] == list(federation.shares) == list(workers)
     np.testing.assert_array_equal(fleet.get(first, federation.layout).params, federation.first.params)
@@ -87,7 +87,7 @@ def test_the_fleet_has_a_worker_and_a_folder_for_each_device(tmp_path: Path) -> 
 @pytest.mark.parametrize("marks", ["samples", "classes"])
 def test_devices_of_their_own_making_are_counted_right_and_not_all_kept(tmp_path: Path, marks: str) -> None:
     scenario = Scenario(partition="generated", devices=600, min_samples=20, sensitive=0.3, marks=marks)
-    federation = deal(scenario, 1)
+    federation = partition_samples(scenario, 1)
     fleet, _, workers = gather(federation, scenario, 1, tmp_path)
     assert [device.n_samples for device in fleet.devices()] == [worker.data.n_shared for worker in workers.values()]
     assert workers._made.cache_info().currsize == KEPT
@@ -97,7 +97,7 @@ def test_devices_of_their_own_making_are_counted_right_and_not_all_kept(tmp_path
 
 def test_devices_that_are_not_measured_leave_after_the_last_round_of_training(tmp_path: Path) -> None:
     scenario = Scenario(devices=9, samples=300, rounds=3, min_samples=4, measured=4)
-    federation = deal(scenario, 0)
+    federation = partition_samples(scenario, 0)
     fleet, *_ = gather(federation, scenario, 0, tmp_path)
     there = []
     for fleet.round in (3, 4):

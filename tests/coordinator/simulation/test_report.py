@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from coordinator.simulation import plots
-from coordinator.simulation.compare import together
+from coordinator.simulation.compare import compare_runs
 from coordinator.simulation.outcome import Cost
 from coordinator.simulation.report import (
     axis,
@@ -47,7 +47,7 @@ def test_a_row_has_means_spreads_and_signs() -> None:
 
 def test_the_methods_own_numbers_are_on_the_page() -> None:
     runs = [a_run("m", seed, details={"silhouette": 0.5 + 0.2 * seed, "tau": 0.25}) for seed in (0, 1)]
-    found = together(Scenario(), runs, ["m"], (0, 1), "m", None)
+    found = compare_runs(Scenario(), runs, ["m"], (0, 1), "m", None)
     assert own_rows(found) == [("m", "silhouette", "0.60 ±0.14"), ("m", "tau", "0.25 ±0.00")]
     assert "0.60 ±0.14" in of_comparison(found).page
     assert own_rows(a_comparison()) == [("–", "–", "–")]
@@ -55,7 +55,7 @@ def test_the_methods_own_numbers_are_on_the_page() -> None:
 
 def test_late_joiners_have_a_column_where_there_are_any() -> None:
     runs = [a_run("m", seed, cold_start=0.6 + 0.1 * seed) for seed in (0, 1)]
-    some = together(Scenario(late_joiners=1), runs, ["m"], (0, 1), "m", None)
+    some = compare_runs(Scenario(late_joiners=1), runs, ["m"], (0, 1), "m", None)
     assert row(some.methods[0])[7:9] == ("70.0 ±0.0", "65.0 ±7.1")
     assert headings(some)[8] == "Late joiners"
     assert [column.header for column in table_of(some).columns][7] == "new"
@@ -69,7 +69,7 @@ def test_late_joiners_have_a_column_where_there_are_any() -> None:
     [
         ({}, "Dirichlet, α 1"),
         ({"partition": "groups", "groups": "labels"}, "4 groups by labels, α 1"),
-        ({"partition": "shards", "iid_share": 0.2}, "2 shards, 20% dealt evenly"),
+        ({"partition": "shards", "iid_share": 0.2}, "2 shards, 20% spread evenly"),
         ({"partition": "natural"}, "people"),
         ({"partition": "iid"}, "no skew"),
         ({"partition": "generated"}, "made by number, turned in 4 groups, α 1"),
@@ -130,13 +130,13 @@ def test_the_lead_tells_the_setting() -> None:
 def test_what_minimum_sizes_took_is_said_by_seed() -> None:
     took = {0: {"draws": 1, "moved": 0}, 1: {"draws": 7, "moved": 0}, 2: {"draws": 100, "moved": 15}}
     runs = [a_run(m, seed, **took[seed]) for seed in took for m in ("m", "n")]
-    found = together(Scenario(), runs, ["m", "n"], tuple(took), "m", None)
+    found = compare_runs(Scenario(), runs, ["m", "n"], tuple(took), "m", None)
     text = "enough samples: seed 1: 7 draws, 0 samples moved; seed 2: 100 draws, 15 samples moved."
     assert text in lead(found)
     assert text in of_comparison(found).page
     assert text in legend_of(found)
-    for silent in (a_comparison(2), together(Scenario(), [a_run("m", 0, **took[0])], ["m"], (0,), "m", None)):
-        assert "than requested" not in lead(silent) + legend_of(silent), "not needed, or of a folder that does not say"
+    for plain in (a_comparison(2), compare_runs(Scenario(), [a_run("m", 0, **took[0])], ["m"], (0,), "m", None)):
+        assert "than requested" not in lead(plain) + legend_of(plain), "not needed, or of a folder that does not say"
 
 
 def test_the_table_fits_eighty_columns() -> None:
@@ -152,7 +152,7 @@ def test_names_of_variants_can_be_read_in_eighty_columns() -> None:
     name = "fedepc:selection=fastest:clustering=k-means"
     runs = [a_run(method, seed, cold_start=0.6) for seed in (0, 1) for method in ("local", name)]
     console = Console(width=80, record=True, file=StringIO())
-    console.print(table_of(together(Scenario(late_joiners=1), runs, ["local", name], (0, 1), "local", None)))
+    console.print(table_of(compare_runs(Scenario(late_joiners=1), runs, ["local", name], (0, 1), "local", None)))
     text = console.export_text()
     assert "80.0 ±0.0" in text
     parts = [line.split()[0] for line in text.splitlines() if line and line[0] not in "ml─"]
@@ -179,7 +179,7 @@ def test_every_table_of_a_page_can_be_scrolled_by_itself() -> None:
 
 @pytest.mark.parametrize(("accuracy", "words"), [(0.8, "begins at 70%"), (0.15, "begins at zero")])
 def test_the_caption_says_where_the_axis_begins(accuracy: float, words: str) -> None:
-    found = together(Scenario(), [a_run("m", 0, accuracy)], ["m"], (0,), "m", None)
+    found = compare_runs(Scenario(), [a_run("m", 0, accuracy)], ["m"], (0,), "m", None)
     assert words in of_comparison(found).page
     assert words in axis(plots.floor_of([accuracy]))
 

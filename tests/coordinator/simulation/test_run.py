@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from coordinator.methods import installed_methods
-from coordinator.simulation.federation import deal
+from coordinator.simulation.federation import partition_samples
 from coordinator.simulation.outcome import RunOutcome, worst_decile
 from coordinator.simulation.run import simulate
 from coordinator.simulation.settings import Scenario
@@ -98,9 +98,9 @@ def test_late_joiners_come_when_training_is_over_and_are_measured_apart(tmp_path
 
 def test_who_comes_late_is_drawn_by_the_seed_and_not_all_can(tmp_path: Path) -> None:
     scenario = msgspec.structs.replace(SCENARIO, devices=8, rounds=0, late_joiners=3)
-    drawn = {seed: deal(scenario, seed).late_joiners for seed in range(4)}
+    drawn = {seed: partition_samples(scenario, seed).late_joiners for seed in range(4)}
     assert {len(ids) for ids in drawn.values()} == {3}
     assert len(set(drawn.values())) > 1
     assert outcome(tmp_path).cold_start is None
     with pytest.raises(ConfigError, match="8 devices 8"):
-        deal(msgspec.structs.replace(scenario, late_joiners=8), 0)
+        partition_samples(msgspec.structs.replace(scenario, late_joiners=8), 0)

@@ -80,9 +80,9 @@ def test_both_commands_share_the_scenario() -> None:
 
 def test_a_demo_and_a_simulation_deal_the_same_samples_out_alike() -> None:
     given = {"samples": 300, "n_groups": 3, "partition": "groups", "sensitive": 0.2}
-    dealt = []
+    partitions = []
     for settings in (DemoSettings(**given), Scenario(**given)):
         samples, apart = samples_of(settings, 1, 0.0)
         assert len(apart.y) == 0
-        dealt.append([share.y_test.tolist() for share in partition(samples, 4, settings, seed=1)])
-    assert dealt[0] == dealt[1]
+        partitions.append([share.y_test.tolist() for share in partition(samples, 4, settings, seed=1)])
+    assert partitions[0] == partitions[1]

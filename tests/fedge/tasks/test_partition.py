@@ -26,7 +26,7 @@ def numbered(n: int, n_classes: int = 4, side: int = 3) -> Pool:
     return Pool(x, y, spec)
 
 
-def deal(source: Pool, n_devices: int, **changes: Any) -> list[Share]:
+def shares_of(source: Pool, n_devices: int, **changes: Any) -> list[Share]:
     given: dict[str, Any] = {"sensitive": 0.3, "n_groups": 3, "seed": 0, "milder": None} | changes
     more = {name: given.pop(name) for name in ("seed", "milder")}
     return partition(source, n_devices, Partitioning(**given), **more)
@@ -67,7 +67,7 @@ def test_every_sample_goes_to_one_device_with_its_label(
     source = numbered(400)
     changes: dict[str, Any] = {} if how == "shards" else {"sizes": sizes}
     changes |= {"partition": how, "alpha": alpha, "groups": groups, "n_groups": n_groups, "sensitive": sensitive}
-    shares = deal(source, n_devices, seed=seed, **changes)
+    shares = shares_of(source, n_devices, seed=seed, **changes)
     numbers = np.concatenate([samples(share).reshape(-1, 9).max(axis=1) for share in shares])
     assert sorted(numbers.tolist()) == list(range(400))
     assert np.array_equal(np.concatenate([labels(share) for share in shares]), source.y[numbers])
@@ -84,7 +84,7 @@ def test_every_sample_goes_to_one_device_with_its_label(
 
 @pytest.mark.parametrize(("share", "n_marked"), [(0.0, 0), (0.5, 2), (0.75, 3), (1.0, 4)])
 def test_whole_classes_can_be_marked_other_ones_on_each_device(share: float, n_marked: int) -> None:
-    shares = deal(numbered(800), 6, alpha=100.0, sensitive=share, marks="classes")
+    shares = shares_of(numbered(800), 6, alpha=100.0, sensitive=share, marks="classes")
     marked = [frozenset(own.y_train[own.sensitive].tolist()) for own in shares]
     for own, classes in zip(shares, marked, strict=True):
         assert len(classes) == n_marked
@@ -93,14 +93,14 @@ def test_whole_classes_can_be_marked_other_ones_on_each_device(share: float, n_m
 
 
 def test_equal_seeds_give_equal_shares_and_other_seeds_others() -> None:
-    first, again, other = (deal(numbered(300), 5, seed=seed) for seed in (1, 1, 2))
+    first, again, other = (shares_of(numbered(300), 5, seed=seed) for seed in (1, 1, 2))
     assert all(np.array_equal(samples(a), samples(b)) for a, b in zip(first, again, strict=True))
     assert any(not np.array_equal(samples(a), samples(b)) for a, b in zip(first, other, strict=True))
 
 
 def test_groups_turn_by_90_degrees_times_the_group() -> None:
     source = numbered(300)
-    shares = deal(source, 7, partition="groups")
+    shares = shares_of(source, 7, partition="groups")
     assert [share.group for share in shares] == [0, 1, 2, 0, 1, 2, 0]
     corners = [(0, 0), (2, 0), (2, 2)]  # where the upper left pixel is after 0, 90 and 180 degrees, counter-clockwise
     for share in shares:
@@ -116,8 +116,8 @@ def test_colour_images_are_turned_in_their_plane(layout: str) -> None:
     x = np.concatenate([grey, grey + 1, grey + 2], axis=1)
     spec = TaskSpec(name="c", classes=("a", "b"), input_shape=(3, 5, 5), model="cnn")
     source = Pool(x if layout == "channels first" else np.moveaxis(x, 1, -1), np.arange(60) % 2, spec)
-    (plain,) = deal(source, 1, partition="groups", n_groups=1)
-    turned = deal(source, 2, partition="groups", n_groups=2, alpha=1e6)
+    (plain,) = shares_of(source, 1, partition="groups", n_groups=1)
+    turned = shares_of(source, 2, partition="groups", n_groups=2, alpha=1e6)
     for share in turned:
         planes = np.moveaxis(samples(share), -1, 1) if layout == "channels last" else samples(share)
         assert (planes[:, 1] == planes[:, 0] + 1).all()
@@ -130,15 +130,15 @@ def test_what_cannot_be_turned_is_refused() -> None:
     spec = TaskSpec(name="w", classes=("a", "b"), input_shape=(9, 128), model="mlp")
     windows = Pool(np.zeros((100, 9, 128)), np.arange(100) % 2, spec)
     with pytest.raises(ConfigError, match="not square images"):
-        deal(windows, 3, partition="groups")
-    assert len(deal(windows, 3, partition="dirichlet")) == 3
+        shares_of(windows, 3, partition="groups")
+    assert len(shares_of(windows, 3, partition="dirichlet")) == 3
 
 
 def test_a_large_alpha_deals_evenly_and_a_small_one_does_not() -> None:
     source = numbered(4000)
-    even = np.array([np.bincount(labels(s), minlength=4) for s in deal(source, 8, alpha=1e6)])
+    even = np.array([np.bincount(labels(s), minlength=4) for s in shares_of(source, 8, alpha=1e6)])
     assert np.abs(even - np.bincount(source.y) / 8).max() < 2
-    skewed = np.array([np.bincount(labels(s), minlength=4) for s in deal(source, 8, alpha=0.1)])
+    skewed = np.array([np.bincount(labels(s), minlength=4) for s in shares_of(source, 8, alpha=0.1)])
     assert (skewed.max(axis=1) / skewed.sum(axis=1)).mean() > 0.6
 
 
@@ -147,14 +147,14 @@ def test_class_shares_follow_the_dirichlet_distribution() -> None:
     # standard error of the variance is below 12 %, of the redrawn ones (minimum of samples) nothing is seen here
     spec = TaskSpec(name="n", classes=tuple(map(str, range(50))), input_shape=(1,), model="mlp")
     source = Pool(np.zeros((50_000, 1)), np.repeat(np.arange(50), 1000), spec)
-    shares = np.array([np.bincount(labels(s), minlength=50) for s in deal(source, 8)]) / 1000
+    shares = np.array([np.bincount(labels(s), minlength=50) for s in shares_of(source, 8)]) / 1000
     assert shares.mean() == pytest.approx(1 / 8)
     assert shares.var() == pytest.approx(7 / 576, rel=0.5)
 
 
 def test_every_group_gets_its_part_of_each_class() -> None:
     source = numbered(4000)
-    shares = deal(source, 6, partition="groups", alpha=0.5)
+    shares = shares_of(source, 6, partition="groups", alpha=0.5)
     for group in range(3):
         counts = sum(np.bincount(labels(s), minlength=4) for s in shares if s.group == group)
         assert np.abs(counts - np.bincount(source.y) / 3).max() <= 1
@@ -163,7 +163,7 @@ def test_every_group_gets_its_part_of_each_class() -> None:
 def test_label_groups_have_their_own_classes_alone() -> None:
     spec = TaskSpec(name="n", classes=tuple("0123456789"), input_shape=(1,), model="mlp")
     source = Pool(np.zeros((2000, 1)), np.arange(2000) % 10, spec)
-    shares = deal(source, 8, partition="groups", groups="labels", n_groups=4)
+    shares = shares_of(source, 8, partition="groups", groups="labels", n_groups=4)
     own = [{0, 1, 2}, {3, 4, 5}, {6, 7}, {8, 9}]  # fedge.md 15.1
     assert all(set(labels(share).tolist()) <= own[share.group] for share in shares)
     assert [share.group for share in shares] == [0, 1, 2, 3] * 2
@@ -172,7 +172,7 @@ def test_label_groups_have_their_own_classes_alone() -> None:
 @pytest.mark.parametrize("every", [1, 3])
 def test_label_codes_rename_the_classes_of_each_device_of_the_first_group(every: int) -> None:
     source = numbered(600, n_classes=10)
-    shares = deal(source, 6, partition="groups", groups="codes", n_groups=every)
+    shares = shares_of(source, 6, partition="groups", groups="codes", n_groups=every)
     codes = []
     for share in shares:
         true = source.y[samples(share).reshape(-1, 9).max(axis=1)]
@@ -182,7 +182,7 @@ def test_label_codes_rename_the_classes_of_each_device_of_the_first_group(every:
         assert share.group == 0 or all(name == c for c, name in code.items())
         codes += [tuple(code.items())] if share.group == 0 else []
     assert len(set(codes)) == 6 // every, "no two devices agree"
-    plain = deal(source, 6, partition="groups", groups="rotation", n_groups=1)
+    plain = shares_of(source, 6, partition="groups", groups="rotation", n_groups=1)
     if every == 1:
         assert all(np.array_equal(samples(a), samples(b)) for a, b in zip(shares, plain, strict=True))
 
@@ -190,19 +190,19 @@ def test_label_codes_rename_the_classes_of_each_device_of_the_first_group(every:
 def test_people_are_devices() -> None:
     plain = numbered(120)
     source = Pool(plain.x, plain.y, plain.spec, user=np.arange(120) % 3)
-    shares = deal(source, 3, partition="natural")
+    shares = shares_of(source, 3, partition="natural")
     assert [set((samples(share).reshape(-1, 9).max(axis=1) % 3).tolist()) for share in shares] == [{0}, {1}, {2}]
     with pytest.raises(ConfigError, match="do not say which person"):
-        deal(plain, 3, partition="natural")
+        shares_of(plain, 3, partition="natural")
 
 
 def test_people_need_a_block_for_each_of_the_three_parts() -> None:
     x, y, user = np.zeros((60, 1)), np.zeros(60, np.int64), np.repeat([0, 1], 30)
     task = TaskSpec(name="toy", classes=("a",), input_shape=(1,), model="mlp")
-    shares = deal(Pool(x, y, task, user, np.arange(60) // 10), 2, partition="natural")
+    shares = shares_of(Pool(x, y, task, user, np.arange(60) // 10), 2, partition="natural")
     assert [(len(s.y_train), len(s.y_val), len(s.y_test)) for s in shares] == [(10, 10, 10)] * 2
     with pytest.raises(ConfigError, match="samples are in 2 blocks, a device needs 3"):
-        deal(Pool(x, y, task, user, np.arange(60) // 15), 2, partition="natural")
+        shares_of(Pool(x, y, task, user, np.arange(60) // 15), 2, partition="natural")
 
 
 @given(share=st.floats(0, 0.9), turns=st.integers(1, 4), seed=st.integers(0, 100))
@@ -233,16 +233,16 @@ def warnings_logged(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCapt
 def test_samples_are_moved_only_when_draws_do_not_help_and_both_is_said(
     warnings_logged: pytest.LogCaptureFixture,
 ) -> None:
-    deal(numbered(4000), 5, alpha=1.0)
+    shares_of(numbered(4000), 5, alpha=1.0)
     assert not warnings_logged.records
     told = Milder()
-    deal(numbered(400), 8, alpha=0.5, milder=told)
+    shares_of(numbered(400), 8, alpha=0.5, milder=told)
     assert f"event=partition_redrawn draws={told.draws} " in warnings_logged.text
     assert told.draws > 1
     assert told.moved == 0
     assert "event=partition_adjusted" not in warnings_logged.text
     warnings_logged.clear()
-    shares = deal(numbered(200, n_classes=2), 10, alpha=0.05, milder=told)  # 10 x 20 samples: each gets exactly 20
+    shares = shares_of(numbered(200, n_classes=2), 10, alpha=0.05, milder=told)  # 10 x 20 samples: each gets exactly 20
     assert [len(labels(share)) for share in shares] == [20] * 10
     assert f"event=partition_adjusted moved={told.moved} " in warnings_logged.text
     assert told.draws == 100
@@ -261,7 +261,7 @@ def test_samples_are_moved_only_when_draws_do_not_help_and_both_is_said(
 )
 def test_impossible_partitions_are_refused(n_devices: int, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        deal(numbered(200), n_devices, **changes)
+        shares_of(numbered(200), n_devices, **changes)
 
 
 @pytest.mark.parametrize(
@@ -279,7 +279,7 @@ def test_settings_out_of_range_are_refused_before_anything_is_dealt(name: str, v
 @pytest.mark.parametrize("sizes", ["log-normal", "power-law"])
 @pytest.mark.parametrize("how", ["dirichlet", "iid", "groups"])
 def test_the_widest_spread_of_sizes_still_deals(sizes: Sizes, how: How) -> None:
-    shares = deal(numbered(600), 9, partition=how, sizes=sizes, size_spread=5.0)
+    shares = shares_of(numbered(600), 9, partition=how, sizes=sizes, size_spread=5.0)
     assert sum(len(s.y_train) + len(s.y_val) + len(s.y_test) for s in shares) == 600
     assert min(len(s.y_train) for s in shares) > 0
 
@@ -288,12 +288,12 @@ def test_a_group_without_a_sample_of_its_own_classes_is_refused() -> None:
     source = numbered(600)
     two_classes = Pool(source.x, source.y % 2, source.spec)
     with pytest.raises(ConfigError, match="a group gets no sample"):
-        deal(two_classes, 4, partition="groups", groups="labels", n_groups=2)
+        shares_of(two_classes, 4, partition="groups", groups="labels", n_groups=2)
 
 
 def test_a_written_share_is_what_the_device_reads(tmp_path: Path) -> None:
     source = pool("digits", limit=200)
-    for number, share in enumerate(deal(source, 3, partition="groups")):
+    for number, share in enumerate(shares_of(source, 3, partition="groups")):
         file = tmp_path / "deep" / f"{number}.npz"
         write_share(share, file)
         read, direct = device_data(source.spec, file, seed=0), share_data(source.spec, share)
@@ -306,7 +306,7 @@ def test_a_written_share_is_what_the_device_reads(tmp_path: Path) -> None:
 def test_shares_leave_the_pool_alone() -> None:
     source = numbered(200)
     before = source.x.copy()
-    shares = deal(source, 3, partition="groups")
+    shares = shares_of(source, 3, partition="groups")
     shares[1].x_train[:] = -1
     assert np.array_equal(source.x, before)
     assert msgspec.json.encode(source.spec)

@@ -149,8 +149,8 @@ def test_each_device_has_blocks_for_its_three_parts() -> None:
     after = filled_up(units, before, np.zeros(2, np.int64), rng())
     assert np.bincount(after).tolist() == [7, 3]
     r, one_group = rng(), np.zeros(3, np.int64)
-    dealt = by_label(units, np.ones((1, 1)), one_group, np.ones(3), 0.1, r, least=4)
-    owners = filled_up(units, dealt, one_group, r, least=4)
+    owners = by_label(units, np.ones((1, 1)), one_group, np.ones(3), 0.1, r, least=4)
+    owners = filled_up(units, owners, one_group, r, least=4)
     assert np.bincount(owners).min() == 3
     with pytest.raises(ConfigError, match="100 samples in 10 blocks are too few for 4 devices"):
         filled_up(units, np.repeat([0, 1, 2, 3], [4, 2, 2, 2]), np.zeros(4, np.int64), rng())
