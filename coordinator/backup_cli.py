@@ -28,7 +28,7 @@ from fedge.files import BlobFolder, copy_durably, whole_folder
 from fedge.messages import Order
 
 TABLES: Final = ("rounds", "orders", "states", "counters", "meta", "offences", "events")
-"""In an order in which what refers to a row comes after it."""
+"""Tables in copying order: a table comes before those that refer to it."""
 BESIDE: Final = ("task.json", "summary.json")
 
 

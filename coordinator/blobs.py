@@ -15,7 +15,7 @@ from fedge.files import BlobFolder, sync
 from fedge.tensors import digest_of
 
 GIVEN_UP_S: Final = 60.0
-"""A bucket that has not answered for so long, whatever was tried again, is a disk that is broken."""
+"""After this long without an answer, retries included, the bucket counts as a broken disk."""
 
 
 class Blobs(BlobFolder):

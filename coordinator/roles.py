@@ -1,9 +1,9 @@
 """Processes of a coordinator at the broker: what all have in common, intakes, and model servers.
 
-`fedge coordinator` can do everything alone. Each helper joins a shared subscription, in which the broker hands every
-report, or every Want, to one member, the dispatcher (`coordinator.fleet.mqtt`), itself an intake, among them. They
-share the store and the blob folder, and may be killed at any time: a device repeats its report until it is
-acknowledged, and an order is closed only once.
+`fedge coordinator` can do everything alone. Each helper joins a shared subscription: the broker hands every report, or
+every Want, to one of its members. The dispatcher (`coordinator.fleet.mqtt`) is an intake, too. All of them share the
+store and the blob folder, and may be killed at any time: a device repeats its report until it is acknowledged, and an
+order is closed only once.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ log = logging.getLogger("fedge.coordinator")
 ACK_S: Final = 3600
 """How long the broker keeps a verdict for a device that is away."""
 MAX_UNDER_WAY: Final = 16_384
-"""Reports that are checked, and messages that wait for the broker. What is beyond is dropped: all of it is repeated."""
+"""Most reports under check and messages waiting for the broker. Further ones are dropped; their senders repeat them."""
 MAX_REPORTS: Final = 16
 """Reports of one device under way: an agent holds no more orders."""
 LINES_PER_MINUTE: Final = 60
-"""Of one kind of refusal; what is beyond is counted, and told with the first line of the next minute."""
+"""Most log lines of one kind a minute. Further ones are counted, and the next minute's first line gives the count."""
 LOOK_S: Final = 3.0
-"""Pause between two looks at who belongs to the federation: a device that is revoked is nobody from then on."""
+"""Pause between two checks of who belongs to the federation: a revoked device is refused from the next one on."""
 LOOK_AGAIN_S: Final = 0.02
-"""Pause between two looks at which models are offered."""
+"""Shortest pause between two reads of which models are offered."""
 SAYS_NOTHING: Final = frozenset({"replayed-report", "unknown-order"})
-"""Refusals of what comes once more, which no device can help."""
+"""Refusals of repeated messages, which are not the device's fault."""
 
 Key = tuple[str, str]
 """Device and order."""
@@ -167,10 +167,10 @@ class Process:
         return guarded
 
     def _heard(self, device: str, inbound: Inbound) -> None:
-        """Note a message that was good."""
+        """Note a valid message."""
 
     def _explained(self, error: ProtocolError, _device: str, _inbound: Inbound) -> ProtocolError:
-        """What is told of a message that was not."""
+        """The error to report for an invalid message."""
         return error
 
     def _refuse(self, error: ProtocolError, device: str, topic: str) -> None:
@@ -281,7 +281,7 @@ class Intake(Process):
             self._brought.pop((report.device_id, report.order_id), None)
 
     def _order(self, _report: Report) -> Order | None:
-        """The order of a report, if it is open as far as this process knows; None: the store decides.
+        """The order of a report, if this process knows it as open; None: the store decides.
 
         Raises:
             ProtocolError: `foreign-id`.
@@ -305,7 +305,7 @@ class Intake(Process):
         return entry.order
 
     async def _close(self, entry: Entry) -> None:
-        """Close an order in the store, and tell a device that has reported what is there: another may be faster."""
+        """Close an order in the store and send the device the stored verdict: another process may have been first."""
         order, now = entry.order, time.time()
         if entry.report is not None:
             ours = self._store.accept(entry.report, now)
@@ -352,12 +352,12 @@ class Intake(Process):
         return entry is not None and entry.status is OrderStatus.OPEN
 
     def _give_up(self, order: Order) -> None:
-        """Stop fetching what nobody wants any more."""
+        """Stop fetching the uploads of an order that is closed."""
         if (task := self._taking.get((order.device_id, order.id))) is not None:
             task.cancel()
 
     async def _accuse(self, device_id: str, number: int, name: str, detail: str) -> bool:
-        """Store evidence against a device, which counts from the next round on; False: its round has the same."""
+        """Store evidence against a device, which counts from the next round on; False: that round already has it."""
         offence = Offence(device_id=device_id, round=number, name=name, detail=detail)
         return await asyncio.wrap_future(self._store.accuse(offence))
 
@@ -424,7 +424,7 @@ class BlobServer(Process):
             self._store.blobs.bring(digest)
 
     def _source(self, digest: str) -> Path | None:
-        """Devices get only what orders name: the updates of others are in the same folder."""
+        """Devices get only what orders name, since the updates of others are in the same folder."""
         return self._store.blobs.path(digest) if digest in self._offered and digest in self._store.blobs else None
 
 

@@ -92,13 +92,13 @@ class CoordinatorSettings(Credentials, frozen=True, kw_only=True):
     store: (
         Annotated[
             Secret,
-            Meta(description="postgresql://USER:PASSWORD@HOST/DATABASE of what is no tensor; without: HOME/store.db."),
+            Meta(description="postgresql://USER:PASSWORD@HOST/DATABASE, for all but tensors; default: HOME/store.db."),
         ]
         | None
     ) = None
     blobs: (
         Annotated[
-            str, Meta(description="s3://BUCKET/FOLDER of the tensors, for several machines; without: HOME/blobs.")
+            str, Meta(description="s3://BUCKET/FOLDER for the tensors, for several machines; default: HOME/blobs.")
         ]
         | None
     ) = None

@@ -42,7 +42,9 @@ def metrics(models: Sequence[Served], connections: int, turned_away: int) -> Ite
         rows = [(labels, value) for (_, _, labels), value in zip(each, values, strict=True)]
         yield family("counter", f"fedge_serve_{name}", about, ["model"], rows)
     rows = [(labels, float(model.drifted)) for model, _, labels in each]
-    yield family("gauge", "fedge_serve_drifted", "1: what is asked has left the bundle's reference.", ["model"], rows)
+    yield family(
+        "gauge", "fedge_serve_drifted", "1 if inputs have drifted from the bundle's reference.", ["model"], rows
+    )
     rows = [(labels, model.manifest.release) for model, _, labels in each]
     yield family("gauge", "fedge_serve_release", "Of the bundle that answers.", ["model"], rows)
     yield family(

@@ -27,7 +27,9 @@ def split(secret: bytes, threshold: int, holders: Collection[int]) -> dict[int, 
         ValueError: fewer holders than t, or an invalid secret or x.
     """
     if len(secret) != SECRET_BYTES or not 1 <= threshold <= len(set(holders)) == len(holders) or min(holders) < 1:
-        raise ValueError(f"{len(secret)} bytes for {len(holders)} holders, of whom {threshold} are to do")
+        raise ValueError(
+            f"{len(secret)} bytes cannot be split among {len(holders)} holders of whom {threshold} can restore them"
+        )
     coefficients = [int.from_bytes(secret), *(secrets.randbelow(PRIME) for _ in range(threshold - 1))]
 
     def share(x: int) -> bytes:

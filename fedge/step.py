@@ -123,7 +123,8 @@ class Action(Struct, frozen=True, kw_only=True):
     EXPORTS: ClassVar[bool] = False
     """Whether the device exports a network to ONNX and writes a bundle: that takes long, however little it trains."""
     TIMED: ClassVar[bool] = True
-    """Whether the time of the work is told: not where sensitive samples shape it from the start, nor next to none."""
+    """Whether the report gives the time of the work. False if sensitive samples shape it, or if there is hardly any
+    work."""
 
     @property
     def exports(self) -> bool:

@@ -83,7 +83,7 @@ def class_unit(class_profiles: Vectors) -> float:
 
 
 def split_half_unit(halves: Sequence[float]) -> float:
-    """D_ref without a labelled proxy set: 12 * mean / 2 of each device's D_raw between its even and odd samples.
+    """D_ref without labelled server data: 12 * mean / 2 of each device's D_raw between its even and odd samples.
 
     None counts as more than twice the median: a single claim cannot make all devices alike.
 

@@ -65,7 +65,7 @@ class Device:
         if spared is None:
             kinds = ", ".join(sorted({*self.withholds} & {*action.reveals().values()}))
             return Declined(
-                why=Why.NOT_ALLOWED, reason=f"its owner withholds {kinds}, which the step {action.STEP} tells"
+                why=Why.NOT_ALLOWED, reason=f"its owner withholds {kinds}, which the step {action.STEP} reveals"
             )
         return spared
 
@@ -182,7 +182,7 @@ def require_sendable(actions: Iterable[Action]) -> None:
             msgspec.msgpack.decode(body_of(action), type=type(action))
         except (msgspec.ValidationError, OverflowError, ValueError) as error:
             raise ConfigError(
-                f"no order can say this: {error}; change the option of the method that sets it"
+                f"no order can hold this: {error}; change the option of the method that sets it"
             ) from error
 
 

@@ -21,11 +21,11 @@ from fedge.tensors import Layout
 log = logging.getLogger("fedge.coordinator")
 
 SMALL: Final = 65_536
-"""Numbers of an update that takes less time to check than to ask another process: up to a millisecond."""
+"""Most numbers of an update that is checked in a thread: at up to a millisecond, asking a process takes longer."""
 MAX_PROCESSES: Final = 8
 """Each takes about 60 MB besides the update; eight check more than one event loop receives."""
 ATTEMPTS: Final = 3
-"""An update during whose check so many processes died is refused."""
+"""An update is refused after this many processes have died while checking it."""
 
 
 class Checked(Struct, frozen=True):

@@ -68,23 +68,23 @@ from fedge.weights import needed_on_devices
 log = logging.getLogger("fedge.coordinator")
 
 SETTLE_S: Final = 15.0
-"""After a start the devices of the last round have so long to show themselves: a broker that was restarted as well has
-forgotten them, and they come back within the transport's back-off of 10 s."""
+"""How long a started coordinator waits for the devices of the last round. A broker that was restarted, too, has
+forgotten them; they reconnect within the transport's back-off of 10 s."""
 GOODBYE_S: Final = 5.0
-"""How long the last verdicts may take to leave: a device without one would repeat its report to nobody."""
+"""Time limit for sending the last verdicts: a device without one would go on repeating its report."""
 TOO_LONG: Final = (
-    f"the list of revoked certificates is longer than one message ({MAX_REVOCATIONS_BYTES} bytes), and agents do not "
-    "hear of it: copy crl.pem to each device, beside its ca_file, and start its agent again"
+    f"the list of revoked certificates is longer than one message ({MAX_REVOCATIONS_BYTES} bytes), so agents do not "
+    "receive it: copy crl.pem to each device, beside its ca_file, and start its agent again"
 )
 MAX_STRANGERS: Final = 100
-"""Problems of names that are no device of ours: whoever invents some shows no more."""
+"""Most problems kept for unknown device names, so that invented names cannot fill the summary."""
 KEEP_S: Final = 60.0
-"""Pause between two writes of what devices said of themselves: they say it much more often than anybody needs it."""
+"""Pause between two writes of the devices' statuses, which change far more often than a restart needs them."""
 LOOK_AT_STORE_S: Final = 0.5
-"""Pause between two looks at which orders intakes have closed."""
+"""Pause between two reads of the orders that intakes have closed."""
 NEEDED: Final = "0.2 or later"
-"""What an agent's fedge must be."""
-TWICE: Final = "two agents speak as this device, and throw each other off the broker: give each its own --id"
+"""Versions of fedge that an agent may have."""
+TWICE: Final = "two agents use the id of this device and disconnect each other: give each its own --id"
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,16 +97,16 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
 class MqttFleet(Intake, Fleet):
     """The `Fleet` of real devices. Async context manager: inside it, the fleet is connected.
 
-    `problems`: the latest refusal, failure or silence by device id. `quarantined`: devices left out of this round.
-    `retired`: devices without further orders from the next round on. `waiting`: number of devices that the round waits
-    for; 0: it does not.
+    `problems`: the latest refusal, failure or missed deadline by device id. `quarantined`: devices left out of this
+    round. `retired`: devices without further orders from the next round on. `waiting`: number of devices that the round
+    waits for; 0: it is not waiting.
 
     Args:
         broker: how to reach the broker.
         store: durable state, including accepted reports and snapshots.
         federation: name of the federation.
-        run: part of the orders' ids: devices remember what they did, also for an earlier coordinator of this name.
-        issue: another part, for a coordinator restored from a backup: devices repeat what they did since.
+        run: part of the orders' ids, since devices remember the orders of an earlier coordinator of this name.
+        issue: another part, new after a restore from a backup, so that devices repeat what they did since.
         task: what is learned.
         layout: of the model.
         seed: of the federation; all devices' random numbers come from it.
@@ -120,7 +120,7 @@ class MqttFleet(Intake, Fleet):
     descents: dict[str, Descent] | None = None
     sites = None
     _goes_on = False
-    """With a round that was begun before we were started: its orders may be older than we are."""
+    """Whether the round began before this process did, so that its orders may be older."""
 
     def __init__(
         self,
@@ -229,7 +229,7 @@ class MqttFleet(Intake, Fleet):
             await self._keep_devices()
 
     async def _keep_devices_often(self) -> None:
-        """Keep what devices said for the next start; after kill -9 it is up to a minute older."""
+        """Store the devices' statuses for the next start; after kill -9 they are up to a minute old."""
         while True:
             await asyncio.sleep(KEEP_S)
             await self._keep_devices()
@@ -259,7 +259,7 @@ class MqttFleet(Intake, Fleet):
         await self._enter(number, lambda: self._or_failure(self.registry.wait_for_late_joiner(tried, equipped)))
 
     async def _enter(self, number: int, ready: Callable[[], Awaitable[None]]) -> None:
-        """Set the round's devices: those that are there when it is `ready`; or, after a restart, the stored ones."""
+        """Set the round's devices: those present once `ready` returns or, after a restart, the stored ones."""
         self._leave_out(number, await asyncio.to_thread(self._store.offences))  # quarantined ones, from now on
         devices = await asyncio.to_thread(self._store.snapshot, number)
         self._goes_on = devices is not None
@@ -343,7 +343,7 @@ class MqttFleet(Intake, Fleet):
         for entry in entries:
             action = read_action(entry.order, self._steps)
             if isinstance(action, Unsupported):
-                raise ConfigError(f"{entry.order.id} cannot be gone on with: {action.reason}")
+                raise ConfigError(f"order {entry.order.id} cannot be continued: {action.reason}")
             self._actions[entry.order.id] = action
         self._hold(entries)
         if self._streamed:
@@ -359,7 +359,7 @@ class MqttFleet(Intake, Fleet):
         return work_of(action, self._n_samples.get(device_id, 0))
 
     async def _settle(self, number: int) -> None:
-        """After a restart between two rounds, wait for the last one's devices; else the first to arrive is alone."""
+        """After a restart between two rounds, wait for the last one's devices, not only for the first to reconnect."""
         then = await asyncio.to_thread(self._store.snapshot, number - 1)
         before = {device.via or device.id for device in then or ()}
         await self.hear_of(before, self._settled_at - asyncio.get_running_loop().time())
@@ -569,7 +569,7 @@ class MqttFleet(Intake, Fleet):
         self._note_arrived(entries)
 
     def _note_arrived(self, entries: Iterable[Entry]) -> None:
-        """Process what the store shows as closed, here or by intakes, by its numbers."""
+        """Process the orders that were closed, here or by intakes, in the order of the store."""
         for entry in entries:
             if entry.status is not OrderStatus.OPEN:
                 self._give_up(entry.order)
@@ -659,7 +659,7 @@ class MqttFleet(Intake, Fleet):
             self._observe("problem", {"device": device, "round": self._round, "reason": reason})
 
     def _keep_problem(self, device: str, problem: Problem) -> bool:
-        """Whether there is room to keep it: for each known device, and for some unknown ones."""
+        """Keep a problem of a known device, or of one of the first unknown ones; False: it is not kept."""
         if device not in self.problems and not self.registry.knows(device):
             if len(self._strangers) >= MAX_STRANGERS:
                 return False
@@ -672,7 +672,7 @@ class MqttFleet(Intake, Fleet):
         if device in self.problems and outdated(device) in self.problems[device].reason:
             del self.problems[device]  # it was updated
         if status.site is not None and self._members and not self._members.admits(device, Role.RELAY):
-            raise ProtocolError("certificate", f"{device} is a device, and says that it is a relay")
+            raise ProtocolError("certificate", f"{device} says that it is a relay, and its certificate is a device's")
         before = self.registry.presence_of(device)
         appeared = self.registry.on_status(device, status)
         if self.registry.is_twice(device):
@@ -711,7 +711,7 @@ class MqttFleet(Intake, Fleet):
             await self._publish(topic, self._signed.seal(topic, encode(beacon)), retain=True)
             await asyncio.sleep(BEACON_S)
 
-    # -------------------------------------------------------------------------------------------------- what they say
+    # -------------------------------------------------------------------------------------------------- from devices
 
     def _on_context(self, device: str, inbound: Inbound) -> None:
         self.registry.on_context(device, decode(inbound.payload, Context), time.time())
@@ -768,7 +768,7 @@ class MqttFleet(Intake, Fleet):
         return self._uploads.norms.get(ref) or codec.check(self._store.blobs.get(ref.digest), ref.codec, layout)
 
     def _model_file(self, digest: str) -> Path | None:
-        """Devices get only what they were told of: the updates of others are in the same folder."""
+        """Devices get only what orders name, since the updates of others are in the same folder."""
         return self._store.blobs.bring(digest) if digest in self._offered else None
 
     # --------------------------------------------------------------------------------------------------------- tasks
@@ -790,7 +790,7 @@ class MqttFleet(Intake, Fleet):
 
 
 def _kept_in(store: Store) -> dict[str, Kept]:
-    """What devices had said when it was last kept; nothing if another version of fedge wrote it."""
+    """The devices' statuses as last stored; empty if another version of fedge wrote them."""
     with contextlib.suppress(*MALFORMED):
         return msgspec.json.decode(store.recall(DEVICES) or "{}", type=dict[str, Kept])
     return {}

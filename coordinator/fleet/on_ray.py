@@ -236,7 +236,7 @@ class Shards:
             done, _ = ray.wait([*running, *self._coming], timeout=LOOK_S)
             patience = PATIENCE_S if done or running else patience - LOOK_S
             if patience <= 0:
-                raise FedgeError("no process of Ray comes up to simulate in: `ray status` says what it lacks")
+                raise FedgeError("Ray starts no process for the simulation: `ray status` says what is missing")
             for reference in done:
                 shard, of = running.pop(reference) if reference in running else (self._coming.pop(reference), None)
                 try:
@@ -256,7 +256,7 @@ class Shards:
         """Compute updates again that were lost with their node.
 
         Raises:
-            FedgeError: they are not what they were, since the devices have gone on.
+            FedgeError: they would differ, since the devices have gone on.
         """
         if not blocks:
             return
@@ -265,8 +265,8 @@ class Shards:
             norms = _norms(told)
             if norms.keys() != block.norms.keys() or not all(np.allclose(norms[d], block.norms[d]) for d in norms):
                 raise FedgeError(
-                    "a node of Ray died with updates that cannot be computed again, for their devices have gone on: "
-                    "start the simulation anew"
+                    "a node of Ray died with updates that cannot be computed again, since their devices have gone on: "
+                    "start the simulation again"
                 )
 
     def fetch(self, block: Block, digest: str) -> bytes | Unpacked:

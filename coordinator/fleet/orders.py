@@ -79,7 +79,7 @@ class OrderBook:
         return held.order if held else None
 
     def hold(self, order_id: str) -> None:
-        """Repeat an order no more, since its report is here."""
+        """Stop repeating an order, since its report is here."""
         self._open[order_id].resend_at = math.inf
         self._enter(self._open[order_id])
 
@@ -94,7 +94,7 @@ class OrderBook:
         return True
 
     def next_wakeup(self) -> float:
-        """When `due` has something to tell; infinite: never."""
+        """When an order is next due; infinite: never."""
         while self._heap:
             at, order_id = self._heap[0]
             if order_id in self._open and self._open[order_id].due_at == at:

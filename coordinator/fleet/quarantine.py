@@ -14,13 +14,13 @@ from typing import Final
 from msgspec import Struct
 
 OFFENCES: Final = 3
-"""Rounds with evidence that make a pattern,"""
+"""Rounds with evidence, among the last `WITHIN`, that make a pattern."""
 WITHIN: Final = 20
-"""within so many."""
+"""Rounds among which a pattern must lie."""
 REST: Final = 20
 """Rounds of the first quarantine; each further one lasts twice as long."""
 LONG_UPDATE: Final = "long-update"
-"""Evidence that an update is (`coordinator.fleet.update_norms`)."""
+"""Name of the evidence of a suspiciously long update (`coordinator.fleet.update_norms`)."""
 READMITTED: Final = "readmitted"
 """Recorded when a person readmits a device."""
 

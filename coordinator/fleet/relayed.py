@@ -40,9 +40,9 @@ MAX_MODELS: Final = 256
 MAX_SUMS: Final = 256
 """Sums in one request to a relay: the clusters of a method, and all devices."""
 ROUNDED: Final = 1.001
-"""By so much a mean may be longer than its updates allow: both are float32."""
+"""Tolerated ratio of a mean's norm to what its updates allow: both are rounded to float32."""
 HEAD: Final = b"fedge: an update that lies on a site\n"
-"""Start of a file that stands in for an update; no tensors start so."""
+"""Start of a file that stands in for an update; no file of tensors begins with it."""
 MAX_STAND_IN_BYTES: Final = 1024
 
 
@@ -331,10 +331,10 @@ class RelayFleet(Fleet):
     def _summed(
         self, via: str, wanted: SiteSums, norms: Mapping[str, Norms], answer: Answer, note: Note
     ) -> list[SiteMean]:
-        """What a site answered; its means are no longer than the updates that it told of (triangle inequality)."""
+        """The means of a site, if they are no longer than the norms of its updates allow (triangle inequality)."""
         result = answer.result
         if not isinstance(result, Summed) or len(result.means) != len(wanted.sums):
-            raise ProtocolError("no-sum", f"the updates of {len(wanted.updates)} devices are missed: {result}")
+            raise ProtocolError("no-sum", f"there is no sum of the updates of {len(wanted.updates)} devices: {result}")
         if result.missing:
             log.warning("event=updates_lost relay=%s devices=%s", via, ",".join(result.missing))
         found = []

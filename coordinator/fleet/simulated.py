@@ -48,13 +48,13 @@ if TYPE_CHECKING:
 log = logging.getLogger("fedge.coordinator")
 
 GIVEN_UP_S: Final = 60.0
-"""What an order that is never answered costs where there is no deadline, as in a stream: the coordinator's default."""
+"""Time after which an unanswered order is given up without a deadline, as in a stream: the coordinator's default."""
 INSTANT: Final = Hardware()
 RUN: Final = "simulation"
 AT_ONCE: Final = 2048
-"""Devices at work at the same time: their samples are in memory then."""
+"""Most devices at work at once: their samples are in memory meanwhile."""
 IN_MEMORY: Final = 2**31
-"""Bytes of unencoded updates; those beyond are on the disk (`edge_agent.room`)."""
+"""Most bytes of unencoded updates in memory; further ones are on the disk (`edge_agent.room`)."""
 Execute = Callable[[Sequence[batched.Job]], list[Finished]]
 """Carries out orders of different devices; results in the order of the jobs."""
 
@@ -352,7 +352,7 @@ class SimulatedFleet(Fleet):
         return [self._answer(each, done, deadline_s) for each, done in zip(asked, finished, strict=True)]
 
     def _room(self) -> Room:
-        """What earlier updates leave of the memory."""
+        """The memory that earlier updates leave free."""
         kept = (own.kept for own in self._blobs.values() if isinstance(own, Unpacked))
         return Room(IN_MEMORY - sum(update.params.nbytes for update in kept if isinstance(update, Model)))
 

@@ -24,18 +24,18 @@ from fedge.tensors import Layout
 FACTOR: Final = 100.0
 """Times the median of a step. Generous, where all train one model: in four simulated federations of 20 devices
 (Dirichlet 0.1 and 1, log-normal and power-law sizes) the largest norm was 2.9 times the median, the largest number of
-samples 12 times. Where clusters have models of their own it is not enough: one may have nothing left to learn, while
-another begins."""
+samples 12 times. Where each cluster has its own model this is not enough: one may have converged while another
+begins."""
 FACTOR_OF_START: Final = 10.0
 """Times the norm of the model that the update changes: honest training does not move weights that far."""
 FEWEST: Final = 3
-"""With fewer numbers a median says nothing of what is usual."""
+"""Fewest values whose median shows what is usual."""
 SUSPECT: Final = 5.0
-"""Times the median of a step: an update so long, and longer than the model that it changes, is evidence against its
-device (`coordinator.fleet.quarantine`), but still counts: an average shortens it. Where all have learned what there is,
-honest norms differ by 14, but are a small part of the model's."""
+"""Times the median of a step: an update that is longer, and longer than the model that it changes, is evidence against
+its device (`coordinator.fleet.quarantine`). It still counts: an average shortens it. After convergence honest norms
+differ by a factor of 14, but are a small part of the model's."""
 HUGE: Final = 1e15
-"""Norm from which on a network of float32 numbers computes nothing any more, whatever the others have sent."""
+"""Absolute limit of a norm: beyond it a float32 network computes nothing useful."""
 
 
 class Believed(NamedTuple):

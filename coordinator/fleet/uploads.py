@@ -29,15 +29,15 @@ from fedge.transport import SMALL_CHUNK, Transport
 log = logging.getLogger("fedge.coordinator")
 
 NO_EVIDENCE: Final = frozenset({"digest", "stalled", "unchecked"})
-"""Refusals that whoever carries the bytes, or our own machine, can cause, too."""
+"""Refusals that prove nothing against a device: the network or our own machine can cause them, too."""
 LARGE_FETCHES: Final = 128
-"""Updates of more than one chunk fetched at a time: with one chunk of each under way, the broker holds 64 MB."""
+"""Most updates of several chunks fetched at once: with one chunk of each under way, the broker holds 64 MB."""
 SMALL_FETCHES: Final = 1024
-"""Others fetched at a time; fewer if the system does not allow two open files for each."""
+"""Most smaller updates fetched at once; fewer if the system does not allow two open files for each."""
 GIVES_WAY_S: Final = 20.0
-"""An update of which nothing arrives for so long gives its place to the next, and waits for another."""
+"""An update of which nothing arrives for this long gives its place to the next and queues again."""
 SPARE_FILES: Final = 256
-"""Open files for all else."""
+"""Open files left for everything else."""
 SLACK_BYTES: Final = 1 << 20
 """By how much an encoded update may exceed its tensors: headers, and zstd on what does not compress."""
 
@@ -122,7 +122,7 @@ class Uploads:
             self.norms[ref] = await self._pool.norms(file, ref.codec, layout)
 
     async def _fetched(self, ref: BlobRef, device: str) -> bool:
-        """Fetch a blob in one of the limited places; False: the device is silent and gives up its place."""
+        """Fetch a blob in one of the limited places; False: the device is unresponsive and gives up its place."""
         async with self._small if ref.size_bytes <= SMALL_CHUNK else self._large:
             try:
                 await self._receiver.fetch(

@@ -51,7 +51,7 @@ Option = int | float | str | bool
 class MethodSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of every method.
 
-    `rounds`: what methods plan by. `last`: the last round of training, if a run continues after its end; None:
+    `rounds`: how many a method plans for. `last`: the last round of training, if a run continues after its end; None:
     `rounds`. `train_on`: of the server's own networks.
     """
 
@@ -65,7 +65,7 @@ class MethodSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     down: Down = "int8"
     train_on: Processor = Processor.CPU
     protection: Protection = Protection()
-    fine_tune: bool = False  # "+ft": every device trains the model that it is given further, before installing it
+    fine_tune: bool = False  # "+ft": every device fine-tunes its model before installing it
     options: dict[str, Option] = {}  # the method's own, by the names of its `Options`
 
 
@@ -213,7 +213,7 @@ class Method(Generic[S]):
         self.set_up()
 
     def set_up(self) -> None:
-        """Prepare the method, whose settings and options are there.
+        """Prepare the method; its settings and options are set.
 
         Raises:
             ConfigError: some of them do not combine, or something is missing.
@@ -223,7 +223,7 @@ class Method(Generic[S]):
         """Why devices cannot be behind relays; empty: they can."""
         protection = self.settings.protection
         if protection.masking:
-            return "the server brings masked updates together itself"
+            return "the server itself sums the masked updates"
         if protection.average not in {"mean", "clipped"}:
             return f"--average {protection.average} needs each device's update; clipped and mean do not"
         chosen = msgspec.structs.asdict(self.options)
@@ -323,9 +323,9 @@ class Method(Generic[S]):
 
 UNACCOUNTED: Final[Mapping[str, str]] = {
     "ccmab": without_noise((Train, "loss_before"), (Train, "gradient_norm")),
-    "fastest": "it needs how long a training took (seconds of its report), which samples shape; take uniform",
+    "fastest": "it needs how long each training took (seconds of the report), which depends on samples; use uniform",
 }
-"""Selections that need what differential privacy does not let out, and what that is."""
+"""Selections that need what differential privacy withholds, and why."""
 FINE_TUNED: Final = "+ft"
 GROUP: Final = "fedge.methods"
 """Entry points of installed packages, ours among them, that name a `Method` each."""
@@ -442,8 +442,8 @@ async def install(
 ) -> S:
     """The last round of a method whose devices run one model: each installs the one it is served, or `model`.
 
-    `among`: the devices that do; None: all, and, if a whole model travels, devices that do not train get a finished
-    bundle. `personal`, `kept_by`, `initial`: as in `Install`.
+    `among`: the devices that install; None: all. Then, unless some layers are personal, devices that do not train get a
+    finished bundle. `personal`, `kept_by`, `initial`: as in `Install`.
     """
     settings = method.settings
     tuning = FineTune(sgd=settings.sgd, checkpoints=CHECKPOINTS, otherwise=WITHOUT_VALIDATION)

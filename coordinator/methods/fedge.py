@@ -3,7 +3,7 @@
 Source: its specification, docs/methods/fedge.md, which is put together from
   profiles, AIDC groups and bandit selection: Tang et al., FedEPC, CMC 85(2), 2025;
   overlapping clusters of updates (MCTC), private model, energy gate: Li et al., SCMoE-PFL, Information Fusion, 2026.
-Departures: in the first `WARM_UP` rounds every device takes part, since there is no labelled proxy set: their global
+Departures: in the first `WARM_UP` rounds every device takes part, since there are no labelled server data: their global
 model is the extractor of the profiles. Every device also takes part in the round of the trial. Clusters and trial rest
 on those rounds alone, because only updates from a common start can be compared (docs/results.md has the gain).
 Unresponsive devices rest (`coordinator.methods.unresponsive`); the bandits see only the others.

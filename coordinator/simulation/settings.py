@@ -24,7 +24,7 @@ RayAddress = Annotated[
     str | None, Meta(description="Of a running cluster, auto: this machine's; by default one is started here.")
 ]
 Results = Annotated[
-    Path | None, Meta(description="Folder of the results, gone on with if it has some; by default a new one.")
+    Path | None, Meta(description="Folder for the results; a run found there is resumed. Default: a new folder.")
 ]
 
 
@@ -109,9 +109,10 @@ class SimulationSettings(Running, frozen=True, kw_only=True):
 
     method: Annotated[str, Meta(description="A registered method; NAME+ft: fine-tuned at the end.")] = "fedge"
     seed: Annotated[int, Meta(ge=0, description="Of partition, first model and training.")] = 0
-    target: Annotated[Annotated[float, Meta(gt=0, le=1)] | None, Meta(description="Accuracy whose cost is told.")] = (
-        None
-    )
+    target: Annotated[
+        Annotated[float, Meta(gt=0, le=1)] | None,
+        Meta(description="Target accuracy; the report says what reaching it cost."),
+    ] = None
     out: Annotated[Path | None, Meta(description="Keep the devices' folders, with their bundles, here.")] = None
     tensorboard: TensorBoard = None
     mlflow: MLflow = None
@@ -127,7 +128,7 @@ class CompareSettings(Running, frozen=True, kw_only=True):
     baseline: Annotated[str | None, Meta(description="Whom the others are compared with; default: the first.")] = None
     target: Annotated[
         Annotated[float, Meta(gt=0, le=1)] | None,
-        Meta(description="Accuracy whose cost is told; default: 95 % of the best mean accuracy."),
+        Meta(description="Target accuracy; the report says what reaching it cost. Default: 95 % of the best mean."),
     ] = None
     jobs: Annotated[
         Annotated[int, Meta(ge=1)] | None, Meta(description="Runs at the same time; default: a core each; 1 with cuda.")

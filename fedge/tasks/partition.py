@@ -73,7 +73,11 @@ class Partitioning(Struct, frozen=True, kw_only=True):
     sizes: Annotated[Sizes, Meta(description="Quantity skew, for dirichlet, groups and iid.")] = "equal"
     size_spread: Annotated[float, Meta(ge=0, le=5, description="Its sigma, or the power law's exponent.")] = 1.0
     min_samples: Annotated[
-        int, Meta(ge=FEWEST, description="That each device has, whatever the skew: drawn again or moved if need be.")
+        int,
+        Meta(
+            ge=FEWEST,
+            description="Fewest samples per device; the partition is redrawn, then samples are moved, to reach it.",
+        ),
     ] = MIN_SAMPLES
     samples: Annotated[Annotated[int, Meta(ge=1)] | None, Meta(description="Use so many samples; default: all.")] = None
     sensitive: Annotated[

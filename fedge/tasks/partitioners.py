@@ -165,7 +165,7 @@ def by_user(user: Ints, n_devices: int, rng: np.random.Generator, *, least: int 
     """
     n_users = int(user.max()) + 1
     if n_devices > n_users:
-        raise ConfigError(f"there are {n_users} people: at most so many devices can be had from them")
+        raise ConfigError(f"the samples come from {n_users} people, too few for {n_devices} devices of one person each")
     chosen = np.sort(rng.permutation(n_users)[:n_devices])
     counts = np.bincount(user, minlength=n_users)[chosen]
     if counts.min() < least:

@@ -81,7 +81,7 @@ def test_an_order_that_no_message_can_hold_is_the_users_error_by_field(action: A
 
 
 def test_a_number_beyond_64_bits_is_the_users_error_too() -> None:
-    with pytest.raises(ConfigError, match=r"no order can say this: .*ints"):
+    with pytest.raises(ConfigError, match=r"no order can hold this: .*ints"):
         require_sendable([msgspec.structs.replace(TRAIN, sgd=Sgd(steps=10**20))])
 
 
