@@ -88,7 +88,7 @@ def test_a_masked_sum_is_of_devices_that_tell_no_number_of_samples_too(
     who: tuple[str, ...], samples: Pool, tmp_path: Path
 ) -> None:
     layout, first = models.initial(samples.spec, 1)
-    shares = partition(samples, 5, how="groups", alpha=1.0, sensitive=0.2, seed=1, n_groups=2)
+    shares = partition(samples, 5, Partitioning(partition="groups", sensitive=0.2, n_groups=2), seed=1)
     workers = {
         f"d{i}": Worker(f"d{i}", samples.spec, share_data(samples.spec, share), tmp_path / f"d{i}")
         for i, share in enumerate(shares)
