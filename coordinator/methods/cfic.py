@@ -156,7 +156,10 @@ class Cfic(Method[CficState]):
             labels=DescribeLabels(epsilon=self.options.epsilon),
         )
         state, answers = await ask(state, fleet, step, dict.fromkeys(asked, order))
-        new = grouping.descriptions(answers, asked, fleet, state.layout)
+        new = {
+            i: msgspec.structs.replace(described, incarnation=asked[i].incarnation)
+            for i, described in grouping.descriptions(answers, asked, fleet, state.layout).items()
+        }
         told = grouping.of_one_length(known, new)
         if self._by_label:
             return msgspec.structs.replace(state, described=told)

@@ -39,10 +39,11 @@ BELIEVED: Final = 10.0
 
 
 class Description(Struct, frozen=True, kw_only=True):
-    """A device's description of its data: a profile, its label feature, or a direction; samples and incarnation then.
+    """A device's description of its data: a profile, its label feature, or a direction; its samples then.
 
     `halves`: D_raw between the profiles of its even and odd samples, if it tells. `label`: in CFIC the number of its
-    cluster, whatever the clusters are made of.
+    cluster, whatever the clusters are made of. `incarnation`: of the device then, in CFIC alone, which asks restarted
+    ones again.
     """
 
     n_samples: int
@@ -120,7 +121,7 @@ def descriptions(
     found = {}
     for i, answer in answers.items():
         device, told = asked[i], answer.result
-        described = Description(n_samples=device.n_samples, incarnation=device.incarnation)
+        described = Description(n_samples=device.n_samples)
         if isinstance(told, LabelsDescribed) and told.feature >= 0:
             found[i] = msgspec.structs.replace(described, label=told.feature)
         elif isinstance(told, Profiled):

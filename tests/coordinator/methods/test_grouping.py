@@ -107,7 +107,7 @@ def test_a_liar_does_not_stretch_the_scale_of_the_bandit() -> None:
 def test_what_devices_say_of_themselves() -> None:
     device = Device("a", 7, incarnation="1")
     answers = {"a": Answer("a", Profiled(extractor="0" * 64, profile=(0.1,), n_samples=3)), "d": Answer("d", None)}
-    at = {"n_samples": 7, "incarnation": "1"}
+    at = {"n_samples": 7}
     asked = dict.fromkeys("abcd", device)
     assert descriptions(answers, asked, None, None) == {"a": Description(profile=(0.1,), **at)}
     labels = {"a": Answer("a", LabelsDescribed(feature=2, n_samples=3)), "b": Answer("b", Failed(reason=""))}
