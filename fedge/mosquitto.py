@@ -25,7 +25,8 @@ SESSION_LASTS: Final = "7d"
 """A client that stays away is then forgotten with its queue; fedge's own ask for an hour."""
 
 
-_LIMITS: Final = f"""\
+def _limits() -> str:
+    return f"""\
 set_tcp_nodelay true
 max_packet_size {MAX_PACKET_BYTES}
 max_queued_messages 0
@@ -39,12 +40,12 @@ persistent_client_expiration {SESSION_LASTS}
 
 def for_everybody(host: str, port: int) -> str:
     """One listener that asks no one for a name."""
-    return f"listener {port} {host}\nallow_anonymous true\n{_LIMITS}"
+    return f"listener {port} {host}\nallow_anonymous true\n{_limits()}"
 
 
 def before_listeners() -> str:
     """Settings that appear once, before the first listener for members."""
-    return f"per_listener_settings true\n{_LIMITS}"
+    return f"per_listener_settings true\n{_limits()}"
 
 
 def for_members(identity: Path, rules: Path, port: int, host: str = "") -> str:

@@ -603,12 +603,12 @@ async def test_a_broker_of_small_packets_is_asked_for_fewer_ranges(tmp_path, mon
 
 @pytest.mark.usefixtures("mosquitto_program")
 async def test_a_broker_that_takes_no_want_ends_a_fetch_with_a_reason(tmp_path, monkeypatch):
-    monkeypatch.setattr("fedge.mosquitto.MAX_PACKET_BYTES", 140)
+    monkeypatch.setattr("fedge.mosquitto.MAX_PACKET_BYTES", 150)
     async with local_broker("mosquitto", tmp_path) as broker:
         link = transport(broker, "agent")
         receiver = Receiver(link, BlobFolder(tmp_path / "down"))
         async with link:
-            with pytest.raises(TransportError, match="the broker takes 140"):
+            with pytest.raises(TransportError, match="the broker takes 150"):
                 await fetch(receiver, a_ref(b"abc"))
 
 
