@@ -205,7 +205,7 @@ class Registry:
         return device_id in self._known or device_id in self._contexts
 
     def leave_out(self, ids: Iterable[str]) -> None:
-        """Exclude quarantined devices, whatever they announce."""
+        """Exclude quarantined devices, whatever they announce; with a relay, the devices of its site."""
         self._left_out = frozenset(ids)
 
     def presence(self) -> dict[str, Presence]:
@@ -257,7 +257,7 @@ class Registry:
 
     def _here(self, *, trains: bool) -> tuple[Device, ...]:
         there = [i for i, known in self._known.items() if known.status.presence is Presence.ONLINE]
-        return tuple(d for d in self.known(there) if d.trains == trains and d.id not in self._left_out)
+        return tuple(d for d in self.known(there) if d.trains == trains and self._left_out.isdisjoint({d.id, d.via}))
 
     def known(self, ids: Iterable[str] | None = None) -> tuple[Device, ...]:
         """These devices, or all seen so far, by their last messages; relays expanded to their devices. By id."""

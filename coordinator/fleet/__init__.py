@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from coordinator.fleet.versions import Descent, leading_to
 from fedge.codec import Norms
-from fedge.errors import ConfigError
+from fedge.errors import ConfigError, ProtocolError
 from fedge.messages import BlobRef, Codec, Context, Difference, Order, Report, Why, blobs_of
 from fedge.step import Action, Declined, Refusal, Result, Unsupported, body_of, read_result, require
 from fedge.task import TaskSpec
@@ -272,6 +272,10 @@ class Fleet:
     def get_tensors(self, ref: BlobRef) -> Tensors:
         """Tensors in FLOAT32 that this side `put` or a device sent, with any names and shapes."""
         return from_bytes(self.get_bytes(ref))
+
+    def accuse(self, device_id: str, error: ProtocolError) -> None:
+        """Log what a device has sent amiss, and record it as evidence (`coordinator.fleet.quarantine`)."""
+        self._fleet.accuse(device_id, error)
 
     def note(self, event: str, fields: Mapping[str, object]) -> None:
         """Record a method's decision for people to read; no effect otherwise."""

@@ -437,6 +437,11 @@ class MqttFleet(Intake, Fleet):
                 log.warning("event=suspect name=%s device=%s detail=%r", name, i, detail)
                 self._note_problem(i, f"{name}: {detail}")
 
+    def accuse(self, device_id: str, error: ProtocolError) -> None:
+        """Log and store it; it counts from the next round on."""
+        self._refuse(error, device_id, self._topics.agent(device_id, "reports"))
+        self._store.accuse(Offence(device_id=device_id, round=self._round, name=error.name, detail=str(error)))
+
     def _hold(self, entries: Iterable[Entry]) -> None:
         """Keep streamed orders, with their uploads, until their answers are yielded."""
         for entry in entries:

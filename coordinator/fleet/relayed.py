@@ -259,19 +259,16 @@ class RelayFleet(Fleet):
                 return msgspec.structs.replace(result, update=stand_in)
             require(not list(blobs_of(result)), f"{action.STEP} brings tensors that a relay cannot hand on")
         except ProtocolError as error:
-            self._refuse(via, error, device_id)
+            self._fleet.accuse(via, ProtocolError(error.name, f"{device_id}: {error}"))
             return None
         return result
-
-    def _refuse(self, via: str, error: ProtocolError, device_id: str = "") -> None:
-        log.warning("event=refused name=%s relay=%s device=%s detail=%r", error.name, via, device_id, str(error))
 
     def _read(self, via: str, ref: BlobRef, kind: type[T]) -> T | None:
         """Read a relay's file; None: it is invalid."""
         try:
             return msgspec.msgpack.decode(self._fleet.get_bytes(ref), type=kind)
         except MALFORMED as error:
-            self._refuse(via, ProtocolError("malformed", str(error)))
+            self._fleet.accuse(via, ProtocolError("malformed", str(error)))
             return None
 
     def stream(self, label: str, actions: Mapping[str, Action], seen: Sequence[Seen] = ()) -> AsyncIterator[Answer]:
@@ -321,20 +318,21 @@ class RelayFleet(Fleet):
         answers = await self._fleet.run(f"sum-{self._n_sums}", actions)
         found: list[SiteMean] = []
         for via, answer in sorted(answers.items()):
+            if not isinstance(answer.result, Summed):
+                log.warning("event=no_sum relay=%s devices=%d answer=%s", via, len(of_site[via]), answer.result)
+                continue
             try:
                 norms = {self._name(i): held.norms for i, held in of_site[via].items()}
-                found += self._summed(via, asked_for[via], norms, answer, note)
+                found += self._summed(via, asked_for[via], norms, answer.result, note)
             except ProtocolError as error:
-                self._refuse(via, error)
+                self._fleet.accuse(via, error)
         return found
 
     def _summed(
-        self, via: str, wanted: SiteSums, norms: Mapping[str, Norms], answer: Answer, note: Note
+        self, via: str, wanted: SiteSums, norms: Mapping[str, Norms], result: Summed, note: Note
     ) -> list[SiteMean]:
         """The means of a site, if they are no longer than the norms of its updates allow (triangle inequality)."""
-        result = answer.result
-        if not isinstance(result, Summed) or len(result.means) != len(wanted.sums):
-            raise ProtocolError("no-sum", f"there is no sum of the updates of {len(wanted.updates)} devices: {result}")
+        require(len(result.means) == len(wanted.sums), f"{len(result.means)} means of {len(wanted.sums)} sums")
         if result.missing:
             log.warning("event=updates_lost relay=%s devices=%s", via, ",".join(result.missing))
         found = []

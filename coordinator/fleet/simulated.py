@@ -279,7 +279,7 @@ class SimulatedFleet(Fleet):
     def _believed(self, found: Believed) -> dict[str, Answer]:
         """The answers that are; the evidence against devices is recorded."""
         for i, error in found.refused.items():
-            self._refuse(i, error)
+            self.accuse(i, error)
         for i, detail in found.suspects.items():
             self._accuse(i, LONG_UPDATE, detail)
         return found.answers
@@ -377,7 +377,7 @@ class SimulatedFleet(Fleet):
                 result = self._rules[device_id].stripped(result, action.reveals())
             result = answering(action, result, self.task)
         except ProtocolError as error:
-            self._refuse(device_id, error)
+            self.accuse(device_id, error)
             return Answer(device_id, None, taken, number)
         self._blobs |= finished.blobs
         self._blobs |= finished.unpacked
@@ -464,7 +464,8 @@ class SimulatedFleet(Fleet):
         held = self.held(wanted.updates)
         return next(iter(held.values())).at.means(wanted, {i: each.block for i, each in held.items()}, note)
 
-    def _refuse(self, device_id: str, error: ProtocolError) -> None:
+    def accuse(self, device_id: str, error: ProtocolError) -> None:
+        """Log and record it; it counts from the next round on."""
         log.warning("event=refused name=%s device=%s detail=%r", error.name, device_id, str(error))
         self._accuse(device_id, error.name, str(error))
 

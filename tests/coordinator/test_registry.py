@@ -282,6 +282,10 @@ def test_the_devices_behind_a_relay_are_devices_and_the_relay_is_none() -> None:
     )
     assert registry.behind_relays() == dict.fromkeys(("s.d1", "s.d2"), Presence.ONLINE)
     assert not registry.on_status("s", status("s", site=behind[:1])), "others behind it: that it is there is no news"
+    registry.leave_out({"s"})
+    assert [device.id for device in registry.online()] == ["s.taken", "z"], "a relay in quarantine is out with its site"
+    assert registry.inference_only() == ()
+    registry.leave_out(())
     registry.on_status("s", status("s", Presence.OFFLINE, site=behind))
     assert [device.id for device in registry.online()] == ["s.taken", "z"]
 

@@ -11,6 +11,7 @@ import pytest
 
 from coordinator.fleet import Answer, Device, Fleet
 from coordinator.fleet.relayed import Relay, Relayed, RelayFleet, SiteOrders, Sum, Summed, Told
+from coordinator.fleet.simulated import SimulatedFleet
 from coordinator.fleet.sites import SiteSums
 from coordinator.methods.averaging import ignore
 from fedge.errors import ConfigError
@@ -46,6 +47,11 @@ class Below(Fleet):
 
     def file(self, content: object) -> BlobRef:
         return self.put_bytes(msgspec.msgpack.encode(content))
+
+    def accused(self) -> set[str]:
+        """The names of the evidence against the relay."""
+        assert isinstance(self._fleet, SimulatedFleet)
+        return {name for device, _, name in self._fleet.offences if device == "s"}
 
     def update(self, value: float) -> BlobRef:
         w = unflatten(self.get(self.first, self.layout), self.layout)
@@ -83,22 +89,25 @@ async def test_a_site_whose_devices_write_bundles_has_as_long_as_a_device_that_d
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    ("said", "expected", "evidence"),
     [
-        (None, None),
-        (Declined(why=Why.DISK), Declined(why=Why.DISK)),
-        ({"d0": done(LabelsDescribed(feature=3000, n_samples=9))}, None),
-        ({"d0": Told(seconds=0.0, outcome=Outcome.DONE, body=b"\x01")}, None),
-        ({"d0": Told(seconds=0.0, outcome=Outcome.FAILED, why=Why.ERROR)}, "failed"),
-        ([1, 2], None),
-        ({}, None),
+        (None, None, set()),
+        (Declined(why=Why.DISK), Declined(why=Why.DISK), set()),
+        ({"d0": done(LabelsDescribed(feature=3000, n_samples=9))}, None, {"wrong-result"}),
+        ({"d0": Told(seconds=0.0, outcome=Outcome.DONE, body=b"\x01")}, None, {"malformed"}),
+        ({"d0": Told(seconds=0.0, outcome=Outcome.FAILED, why=Why.ERROR)}, "failed", set()),
+        ([1, 2], None, {"malformed"}),
+        ({}, None, set()),
     ],
 )
-async def test_what_does_not_answer_is_no_answer(tmp_path: Path, said: object, expected: object) -> None:
+async def test_what_does_not_answer_is_no_answer(
+    tmp_path: Path, said: object, expected: object, evidence: set[str]
+) -> None:
     below = Below(tmp_path)
     below.answers = [said if said is None or isinstance(said, Declined) else Relayed(answers=below.file(said))]
     (answer,) = (await below.above().run("labels", {"s.d0": DescribeLabels()})).values()
     assert answer.result == expected or (expected == "failed" and "Failed" in type(answer.result).__name__)
+    assert below.accused() == evidence, "what a relay sends amiss is evidence against it, and an absent one has none"
 
 
 async def test_updates_stay_on_the_site_and_their_means_come(tmp_path: Path) -> None:
@@ -129,6 +138,7 @@ async def test_updates_stay_on_the_site_and_their_means_come(tmp_path: Path) -> 
 
     below.answers = [None]
     assert await again.means(msgspec.structs.replace(sums, sums=(both,)), ignore) == []
+    assert below.accused() == set()
     below.answers = [Summed(means=(below.file("no tensors"),))]
     assert await again.means(msgspec.structs.replace(sums, sums=(both,)), ignore) == []
     below.answers = [Relayed(answers=below.file({}))]
@@ -151,7 +161,9 @@ async def test_a_mean_longer_than_the_updates_that_a_relay_told_of_does_not_coun
     whole, weights = dict.fromkeys(updates, (1.0, 1.0)), dict.fromkeys(updates, 10.0)
     sums = SiteSums(layout=below.layout, updates=updates, weights=weights, sums=(whole,))
     assert len(await fleet.means(sums, ignore)) == 1
+    assert below.accused() == set()
     assert await fleet.means(sums, ignore) == []
+    assert below.accused() == {"wrong-result"}
 
 
 async def test_what_is_taken_one_by_one_is_refused(tmp_path: Path) -> None:
