@@ -68,6 +68,8 @@ async def data(session: aiohttp.ClientSession, query: str) -> list[dict[str, Any
     """The series that a query gives, if one of them has a number."""
     try:
         async with session.get("/api/v1/query", params={"query": query}) as answer:
+            if answer.status == 503:  # it listens, and is not ready
+                return []
             told = await answer.json()
     except aiohttp.ClientConnectionError:  # it has not begun to listen
         return []
