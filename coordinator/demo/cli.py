@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
+from functools import partial
 from pathlib import Path
 
 import click
 import msgspec
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
 from coordinator import runs
-from coordinator.demo.outcome import METHODS, Outcome, megabytes
-from coordinator.demo.progress import Watch
-from coordinator.demo.run import run
 from coordinator.options import check, method_and_options, method_options, resolve_options
 from coordinator.simulation.settings import DemoSettings
 from fedge.config import resolve, settings_options
@@ -54,53 +49,22 @@ def demo(config: Path | None, options: tuple[str, ...], json_file: Path | None, 
     check_partitioning(settings)
     if json_file is not None:
         require_writable(json_file)
-    from coordinator.simulation.report import of_demo, write_results  # what they need is missed at once
+    from coordinator.demo.run import run  # what it needs is missed at once
+    from coordinator.simulation.outcome import megabytes
+    from coordinator.simulation.report import legend_of, of_demo, table_of, write_results
 
     folder = runs.new_folder(settings.out, "demo").absolute()
     settings = msgspec.structs.replace(settings, out=folder, method=name)
     runs.note(folder, "demo", settings, own)
-    console = Console(stderr=True)
-    with Watch(console) as watch:
-        outcome, background = asyncio.run(run(settings, watch, own))
-        watch.phase("drawing the report")
-        background.write(folder)
-        write_results(folder, of_demo(outcome, background), json_file)
-    Console().print(table_of(outcome), summary_of(outcome), sep="\n", highlight=False, soft_wrap=True)
-    click.echo(f"report: {folder / 'report.html'}   figures: {folder / 'figures.json'}   logs: {folder / 'logs'}")
-
-
-HEADINGS = dict(zip(METHODS, ("local", "FedAvg", "+tuned", "expert", "personal"), strict=True))
-
-
-def table_of(outcome: Outcome) -> Table:
-    """The final table: a line per device, and the mean."""
-    title = "Accuracy on each device's own test samples, percent"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0)
-    table.add_column("device", no_wrap=True)
-    for name in ("train", "test", "rounds", "cluster", *HEADINGS.values()):
-        table.add_column(name, justify="right", no_wrap=True)
-    for device in outcome.devices:
-        table.add_row(
-            device.id,
-            str(device.n_train),
-            str(device.n_test),
-            str(outcome.selection[device.id]),
-            " ".join(map(str, device.experts)) or "–",
-            *(f"{100 * device.accuracy[name]:.1f}" for name in METHODS),
-        )
-    table.add_section()
-    table.add_row("mean", "", "", "", "", *(f"{100 * outcome.accuracy[name]:.1f}" for name in METHODS), style="bold")
-    return table
-
-
-def summary_of(outcome: Outcome) -> str:
-    """Clusters, bytes and time in a few lines."""
-    lines = [
-        "local: alone; +tuned: FedAvg, then fine-tuned; expert: best shared model; personal: the mixture, measured by "
-        "ONNX Runtime",
-        f"split into experts: {'yes' if outcome.split else 'no'}",
-        *(f"cluster {k}: {', '.join(members)}" for k, members in outcome.clusters.items()),
-        f"broker {outcome.broker}: {megabytes(outcome.bytes_up)} up, {megabytes(outcome.bytes_down)} down; "
-        f"{outcome.wall_s:.0f} s in all",
+    demonstration = run(settings, partial(click.echo, err=True), own)
+    write_results(folder, of_demo(demonstration), json_file)
+    *_, ours = demonstration.runs
+    legend = [
+        legend_of(demonstration),
+        "fedavg+ft: fine-tuned at the end; expert: the best shared model; personal: what the device has installed",
+        *(f"cluster {k}: {', '.join(members)}" for k, members in ours.clusters.items()),
+        f"broker {demonstration.broker}: {megabytes(ours.bytes_up)} up, {megabytes(ours.bytes_down)} down; "
+        f"{demonstration.wall_s:.0f} s in all",
     ]
-    return "\n".join(lines)
+    Console().print(table_of(demonstration), *legend, sep="\n", highlight=False, soft_wrap=True)
+    click.echo(f"report: {folder / 'report.html'}   figures: {folder / 'figures.json'}   logs: {folder / 'logs'}")

@@ -8,30 +8,43 @@ import dataclasses
 import json
 import secrets
 import shutil
+import sys
 import time
-from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
-from coordinator.demo.outcome import Background, DeviceOutcome, Outcome, mean_accuracy
+from coordinator.cli import Progress
 from coordinator.demo.processes import Child, Children, ProcessError, tail
-from coordinator.demo.progress import Rounds, Watch
-from coordinator.methods import Option, RoundSummary, method_class
+from coordinator.fleet import Fleet
+from coordinator.fleet.simulated import SimulatedFleet
+from coordinator.methods import DEFAULT, MethodSettings, ModelState, Option, make, method_class, steps_alone
+from coordinator.methods.local import Local, learn_alone
 from coordinator.service import NO_OPTIONS
-from coordinator.simulation.settings import DemoSettings, Setup
+from coordinator.simulation.compare import Comparison, Demonstration, compare_runs
+from coordinator.simulation.federation import Federation
+from coordinator.simulation.interface import one_thread
+from coordinator.simulation.outcome import DeviceOutcome, Point, RunOutcome, outcome_of, score
+from coordinator.simulation.run import run_on
+from coordinator.simulation.settings import DemoSettings, Scenario, Setup
 from fedge.broker import LocalBroker
-from fedge.bundle import look
+from fedge.bundle import Part, PoolInfo, look
 from fedge.egress import FILE as EGRESS
 from fedge.errors import ConfigError, TransportError
 from fedge.files import write_atomically
+from fedge.messages import Role
+from fedge.models import initial
+from fedge.models.training import Network
 from fedge.preprocess import apply
 from fedge.task import TaskSpec
-from fedge.tasks import Partitioning, Share, partition, share_data, write_share, write_task
+from fedge.tasks import Partitioning, Share, partition, write_share, write_task
 from fedge.tasks.partition import samples_of
+from fedge.tensors import HEAD, Layout, Model, Tensors, flatten, from_bytes
 from fedge.transport import parse_address
 
 POLL_S: Final = 0.2
@@ -54,12 +67,12 @@ class Cameras:
     server_data: Path | None = None
 
 
-async def run(
-    settings: DemoSettings, watch: Watch, options: Mapping[str, Option] = NO_OPTIONS
-) -> tuple[Outcome, Background]:
-    """Run the federation, the baselines and the inference; all processes have ended when it returns.
+def run(
+    settings: DemoSettings, watch: Callable[[str], None], options: Mapping[str, Option] = NO_OPTIONS
+) -> Demonstration:
+    """Run the federation, the inference and the baselines; all processes have ended when it returns.
 
-    `options` are the method's own.
+    `watch`: called with lines of progress. `options` are the method's own.
 
     Raises:
         ConfigError: the data, the partition or the broker is not available as requested.
@@ -67,59 +80,84 @@ async def run(
         TransportError: the broker does not start.
     """
     began = time.monotonic()
-    watch.phase("partitioning the samples")
+    watch("partitioning the samples")
     cameras = partition_samples(settings, server_data=needs_server_data(settings.method, options))
+    ours, summary, broker = asyncio.run(over_mqtt(settings, cameras, watch, options))
+    watch("baselines with the same budget")
+    runs = [*baselines(settings, cameras, summary), *ours]
+    found = compare_runs(as_simulated(settings), runs, [run.method for run in runs], [settings.seed], Local.name, None)
+    trial = summary.get("trial") or {"ids": [], "places": []}
+    return Demonstration(
+        **{name: getattr(found, name) for name in Comparison.__struct_fields__},
+        learned_by=settings.method,
+        broker=broker,
+        wall_s=round(time.monotonic() - began, 1),
+        places=dict(zip(trial["ids"], trial["places"], strict=True)),
+    )
+
+
+def as_simulated(settings: DemoSettings) -> Scenario:
+    """The settings of a simulation with the same data, devices and budget."""
+    shared = {name: getattr(settings, name) for name in Setup.__struct_fields__}
+    return Scenario(**shared, global_test=0.0, hardware="none")
+
+
+async def over_mqtt(
+    settings: DemoSettings, cameras: Cameras, watch: Callable[[str], None], options: Mapping[str, Option]
+) -> tuple[list[RunOutcome], dict[str, Any], str]:
+    """Run the federation and the inference.
+
+    Returns:
+        The outcomes of each device's best shared model and of its bundle; the coordinator's summary; the broker's name.
+    """
     with Children(settings.folder / "logs") as children:
         federation = f"demo-{secrets.token_hex(4)}"
         if settings.secure:
             await enrol(settings, federation, cameras.shares, children)
-        async with broker_of(settings) as (address, broker_name):
+        async with broker_of(settings) as (address, broker):
             common = ["--broker", address, "--federation", federation]
-            summary = await federate(settings, cameras, common, children, watch, options)
+            summary, curve = await federate(settings, cameras, common, children, watch, options)
         bundles = installed_bundles(settings, cameras, summary)
-        simple, fedavg_curve = await compare(settings, cameras, summary, bundles, watch)
-        personalised = await infer(settings, cameras, bundles, children, watch)
-    accuracy = {i: simple[i] | {"personalised": personalised[i]} for i in cameras.shares}
-    devices = tuple(
-        DeviceOutcome(
-            id=i,
-            n_train=len(share.y_train),
-            n_test=len(share.y_test),
-            experts=tuple(int(k) for k, members in summary["clusters"].items() if i in members),
-            accuracy=accuracy[i],
-            bundle=str(bundles[i]),
-            max_abs_diff_torch_onnx=look(bundles[i])[0].max_abs_diff,
-        )
+        watch("inference by ONNX Runtime")
+        predicted = await infer(settings, bundles, children)
+    network = Network(cameras.task)
+    experts = {
+        i: network.logits(best_expert(bundles[i], network.layout), apply(cameras.task, share.x_test)).argmax(axis=1)
         for i, share in cameras.shares.items()
-    )
-    outcome = Outcome(
-        task=settings.task,
-        partition=settings.partition,
-        agents=settings.devices,
-        rounds=settings.rounds,
-        seed=settings.seed,
-        broker=broker_name,
-        wall_s=round(time.monotonic() - began, 1),
-        bytes_up=summary["bytes_up"],
-        bytes_down=summary["bytes_down"],
-        clusters={k: tuple(members) for k, members in summary["clusters"].items()},
-        selection=dict.fromkeys(cameras.shares, 0) | summary["selection"],
-        split=summary["split"],
-        accuracy=mean_accuracy(devices),
-        devices=devices,
-    )
-    trial = summary.get("trial")
-    background = Background(
-        method=settings.method,
-        accuracy_by_round={
-            "personalised": curve_of(msgspec.convert(summary["history"], tuple[RoundSummary, ...])),
-            "fedavg": fedavg_curve,
-        },
-        ids=tuple(trial["ids"]) if trial else (),
-        places=np.array(trial["places"]) if trial else None,
-        groups={device_id: share.group for device_id, share in cameras.shares.items()},
-    )
-    return outcome, background
+    }
+
+    def measured(method: str, classes: Mapping[str, NDArray[np.integer]], curve: Sequence[Point]) -> RunOutcome:
+        devices = [
+            DeviceOutcome(
+                id=i,
+                group=share.group,
+                n_train=len(share.y_train),
+                score=score(classes[i], share.y_test),
+                trained=summary["selection"].get(i, 0),
+                bundle=True,
+                release=bundles[i].name,
+            )
+            for i, share in cameras.shares.items()
+        ]
+        traffic = {name: summary[name] for name in ("bytes_up", "bytes_down")}
+        accuracy = float(np.mean([device.score.accuracy for device in devices]))
+        return outcome_of(
+            devices,
+            method=method,
+            seed=settings.seed,
+            global_accuracy=None,
+            rounds=settings.rounds,
+            **traffic,
+            seconds=0.0,
+            max_abs_diff=max(look(folder)[0].max_abs_diff for folder in bundles.values()),
+            split=summary["split"],
+            clusters={k: tuple(members) for k, members in summary["clusters"].items()},
+            curve=(*curve, Point(round=settings.rounds, accuracy=accuracy, **traffic, seconds=0.0)),
+            wall_s=summary["wall_s"],
+            evaluation_s=0.0,
+        )
+
+    return [measured("expert", experts, ()), measured("personal", predicted, curve)], summary, broker
 
 
 # ------------------------------------------------------------------------------------------------------- the data
@@ -231,11 +269,11 @@ async def federate(
     cameras: Cameras,
     common: Sequence[str],
     children: Children,
-    watch: Watch,
+    watch: Callable[[str], None],
     options: Mapping[str, Option],
-) -> dict[str, Any]:
-    """Run coordinator and agents until the coordinator is done, and return its summary."""
-    watch.phase(f"{settings.method} over {common[1]}", settings.rounds)
+) -> tuple[dict[str, Any], list[Point]]:
+    """Run coordinator and agents until the coordinator is done; its summary, and accuracy by round."""
+    watch(f"{settings.method} over {common[1]}")
     common = [*common, "--task", str(settings.folder / "task.json"), "--allow", ",".join(cameras.task.code)]
     home = settings.folder / "coordinator"
     coordinator = children.start(
@@ -254,10 +292,9 @@ async def federate(
         children.start(i, ["agent", *common, *identity(settings, i, "identity"), "--id", i, *_agent_flags(settings, i)])
         for i in cameras.shares
     ]
-    await follow(coordinator, agents, Rounds(settings.rounds, settings.devices), watch)
+    curve = await follow(coordinator, agents)
     children.stop(agents)
-    summary: dict[str, Any] = json.loads((home / "summary.json").read_bytes())
-    return summary
+    return json.loads((home / "summary.json").read_bytes()), curve
 
 
 def _coordinator_flags(settings: DemoSettings, cameras: Cameras, options: Mapping[str, Option]) -> list[str]:
@@ -279,23 +316,32 @@ def _agent_flags(settings: DemoSettings, device_id: str) -> list[str]:
     return flags
 
 
-async def follow(coordinator: Child, agents: Sequence[Child], rounds: Rounds, watch: Watch) -> None:
-    """Show the coordinator's progress until it ends.
+async def follow(coordinator: Child, agents: Sequence[Child]) -> list[Point]:
+    """Show the coordinator's progress until it ends; validation accuracy by round.
 
     Raises:
         ProcessError: it failed, or an agent ended before it.
     """
-    with coordinator.output.open("rb") as output:
-        waiting = b""
-        while coordinator.running:
+    progress = Progress(live=sys.stderr.isatty())
+    curve: dict[int, Point] = {}
+    with contextlib.closing(progress), coordinator.output.open("rb") as output:
+        waiting, running = b"", True
+        while running:
+            running = coordinator.running
             for agent in agents:
                 agent.require()
             *lines, waiting = (waiting + output.read()).split(b"\n")
-            for line in lines:
-                milestone = rounds.take(json.loads(line))
-                watch.update(rounds.completed, rounds.detail, milestone=milestone)
+            for event in map(json.loads, lines):
+                progress.observe(event["event"], event)
+                if event["event"] == "round_done" and event["history"]:
+                    last, traffic = event["history"][-1], {name: event[name] for name in ("bytes_up", "bytes_down")}
+                    if last["accuracy"] is not None and last["round"] not in curve:
+                        curve[last["round"]] = Point(
+                            round=last["round"], accuracy=last["accuracy"], **traffic, seconds=0.0
+                        )
             await asyncio.sleep(POLL_S)
     coordinator.require(0)
+    return list(curve.values())
 
 
 def installed_bundles(settings: DemoSettings, cameras: Cameras, summary: Mapping[str, Any]) -> dict[str, Path]:
@@ -318,44 +364,36 @@ def installed_bundles(settings: DemoSettings, cameras: Cameras, summary: Mapping
 # ------------------------------------------------------------------------------------------------ the comparison
 
 
-async def compare(
-    settings: DemoSettings, cameras: Cameras, summary: Mapping[str, Any], bundles: Mapping[str, Path], watch: Watch
-) -> tuple[dict[str, dict[str, float]], list[tuple[int, float]]]:
-    """Train the baselines and measure them, and each device's best shared model, on its test samples.
+class Alone(Local):
+    """Every device alone, for as many rounds as it trained in the federation."""
 
-    Returns:
-        Accuracies by device and name; FedAvg's validation accuracy by round.
-    """
-    watch.phase("baselines with the same budget")
-    import torch
+    def __init__(self, settings: MethodSettings, trained: Mapping[str, int]) -> None:
+        super().__init__(msgspec.structs.replace(settings, protection=DEFAULT.protection))  # nothing is sent
+        self._trained = trained
 
-    from coordinator.demo import baselines
-    from fedge.models.training import Network
+    async def round(self, state: ModelState, fleet: Fleet) -> ModelState:
+        """All devices, once, before any round."""
+        assert isinstance(fleet, SimulatedFleet)
+        fleet.round, sgd = 0, self.settings.sgd
+        steps = {device.id: self._trained[device.id] * steps_alone(device, sgd) for device in fleet.devices()}
+        installed = await learn_alone(fleet, state.model, sgd, steps)
+        return msgspec.structs.replace(state, round=1, installed=installed)
 
-    torch.set_num_threads(1)
-    participations = spent(settings, cameras, summary)
-    share_spent = sum(participations.values()) / (settings.rounds * len(cameras.shares))
-    simple = await baselines.learn(
-        cameras.task,
-        {i: share_data(cameras.task, share) for i, share in cameras.shares.items()},
-        msgspec.structs.replace(settings, participation=share_spent).for_method(settings.seed, {}),
-        participations,
-        settings.folder / "baselines",
-    )
-    network = Network(cameras.task)
-    accuracy: dict[str, dict[str, float]] = {}
-    for device_id, share in cameras.shares.items():
-        models = {
-            "local_only": simple.local_only[device_id],
-            "fedavg": simple.fedavg,
-            "fedavg_finetuned": simple.fedavg_finetuned[device_id],
-            "best_expert": baselines.best_expert(bundles[device_id], network.layout),
-        }
-        x = apply(cameras.task, share.x_test)
-        accuracy[device_id] = {
-            name: baselines.accuracy(network, model, x, share.y_test) for name, model in models.items()
-        }
-    return accuracy, curve_of(simple.history)
+
+def baselines(settings: DemoSettings, cameras: Cameras, summary: Mapping[str, Any]) -> list[RunOutcome]:
+    """Simpler ways to learn with the same budget: every device alone, FedAvg, and FedAvg with fine-tuning."""
+    trained = spent(settings, cameras, summary)
+    share = sum(trained.values()) / (settings.rounds * len(trained))
+    scenario = msgspec.structs.replace(as_simulated(settings), participation=share)
+    layout, first = initial(cameras.task, settings.seed)
+    federation = Federation(cameras.task, cameras.shares, None, None, layout, first)
+    given = scenario.for_method(settings.seed, {})
+    ways = Alone(given, trained), make("fedavg", given), make("fedavg+ft", given)
+    with one_thread():
+        return [
+            run_on(federation, way, scenario, settings.seed, settings.folder / "baselines" / label, label)
+            for label, way in zip(("local", "fedavg", "fedavg+ft"), ways, strict=True)
+        ]
 
 
 def spent(settings: DemoSettings, cameras: Cameras, summary: Mapping[str, Any]) -> dict[str, int]:
@@ -366,29 +404,41 @@ def spent(settings: DemoSettings, cameras: Cameras, summary: Mapping[str, Any]) 
 
 
 async def infer(
-    settings: DemoSettings, cameras: Cameras, bundles: Mapping[str, Path], children: Children, watch: Watch
-) -> dict[str, float]:
-    """Test accuracy of each bundle in ONNX Runtime: `fedge infer` sees inputs, neither labels nor torch."""
-    watch.phase("inference by ONNX Runtime", len(bundles))
+    settings: DemoSettings, bundles: Mapping[str, Path], children: Children
+) -> dict[str, NDArray[np.integer]]:
+    """Each bundle's classes in ONNX Runtime: `fedge infer` sees inputs, neither labels nor torch."""
     free = asyncio.Semaphore(PARALLEL_INFERENCE)
-    accuracy: dict[str, float] = {}
 
-    async def one(device_id: str) -> None:
+    async def one(device_id: str) -> NDArray[np.integer]:
         async with free:
             test = settings.folder / device_id / "test.npz"
             child = await ended(children, f"{device_id}-infer", ["infer", str(bundles[device_id]), str(test), "--json"])
         answer = json.loads(child.output.read_bytes())
         if answer["imported_torch"]:
             raise ProcessError(f"{child.name} imported torch: the figures are not those of an inference-only device")
-        accuracy[device_id] = float(np.mean(np.array(answer["predictions"]) == cameras.shares[device_id].y_test))
-        watch.update(
-            len(accuracy), f"{len(accuracy)} of {len(bundles)} devices", milestone=len(accuracy) == len(bundles)
-        )
+        return np.array(answer["predictions"])
 
-    await asyncio.gather(*(one(device_id) for device_id in bundles))
-    return accuracy
+    return dict(zip(bundles, await asyncio.gather(*map(one, bundles)), strict=True))
 
 
-def curve_of(history: Iterable[RoundSummary]) -> list[tuple[int, float]]:
-    """Accuracy by round, without unmeasured rounds."""
-    return [(line.round, line.accuracy) for line in history if line.accuracy is not None]
+def best_expert(folder: Path, layout: Layout) -> Model:
+    """The expert that the device chose by validation; without experts, the global model, or the only one.
+
+    With a pool of private modules (PM-MoE), the device's own module on the shared part.
+    """
+    manifest, _ = look(folder)
+
+    def tensors(part: Part) -> Tensors:
+        return from_bytes((folder / part.file_name).read_bytes())
+
+    if isinstance(manifest.pool, PoolInfo):
+        own = tensors(manifest.candidates[manifest.pool.own].part)
+        if manifest.pool.trunk is None:
+            return flatten(own, layout)
+        trunk = tensors(manifest.pool.trunk)
+        head = (tensor.name for tensor in layout.select(HEAD).tensors)
+        added = {name: np.add(trunk[name], own[short]) for name, short in zip(head, ("weight", "bias"), strict=True)}
+        return flatten(trunk | added, layout)
+    candidates = {candidate.role: candidate for candidate in manifest.candidates}
+    chosen = next(candidates[role] for role in (Role.EXPERT, Role.GLOBAL, *Role) if role in candidates)
+    return flatten(tensors(chosen.part), layout)

@@ -120,6 +120,34 @@ class Comparison(Struct, frozen=True, kw_only=True):
         return in_a_notebook(lead(self), table(headings(self), map(row, self.methods)), self.runs)
 
 
+class Demonstration(Comparison, frozen=True, kw_only=True):
+    """The JSON file of `fedge demo`: ways to learn on one seed, the last of them by real processes.
+
+    `learned_by`: the method of that one. `wall_s`: from start to end. `places`: of devices in a plane, similar updates
+    side by side; empty if the method compares no updates.
+    """
+
+    learned_by: str
+    broker: str
+    wall_s: float
+    places: dict[str, tuple[float, float]]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row per device with its data, and its accuracy by each way to learn."""
+        *_, ours = self.runs
+        return [
+            {
+                "device": device.id,
+                "n_train": device.n_train,
+                "n_test": device.score.n,
+                "rounds": device.trained,
+                "cluster": " ".join(k for k, members in ours.clusters.items() if device.id in members),
+                **{run.method: run.devices[number].score.accuracy for run in self.runs},
+            }
+            for number, device in enumerate(ours.devices)
+        ]
+
+
 class _Run(Struct, frozen=True, kw_only=True):
     """A method on a seed, with all settings that determine its figures."""
 

@@ -206,6 +206,27 @@ def sample_accuracy(scores: Sequence[Score]) -> float:
     return float(np.average([score.accuracy for score in scores], weights=[score.n for score in scores]))
 
 
+def outcome_of(everybody: Sequence[DeviceOutcome], **known: Any) -> RunOutcome:
+    """A run's figures over its devices; `known`: its other fields."""
+    devices = [device for device in everybody if not device.late_joiner]
+    accuracies = [device.score.accuracy for device in devices]
+    cold = [device.score.accuracy for device in everybody if device.late_joiner]
+    return RunOutcome(
+        accuracy=float(np.mean(accuracies)),
+        std=float(np.std(accuracies)),
+        minimum=min(accuracies),
+        percentile_10=float(np.percentile(accuracies, 10)),
+        worst_decile=worst_decile(accuracies),
+        sample_accuracy=sample_accuracy([device.score for device in devices]),
+        macro_f1=float(np.mean([device.score.macro_f1 for device in devices])),
+        weighted_f1=float(np.mean([device.score.weighted_f1 for device in devices])),
+        bundles=sum(device.bundle for device in everybody),
+        devices=tuple(everybody),
+        cold_start=float(np.mean(cold)) if cold else None,
+        **known,
+    )
+
+
 def worst_decile(accuracies: Sequence[float]) -> float:
     """Mean of the lowest tenth of the devices, rounded up: at least one device."""
     lowest = sorted(accuracies)[: math.ceil(len(accuracies) / 10)]
@@ -218,3 +239,8 @@ def cost_of(curve: Sequence[Point], target: float) -> Cost | None:
     if point is None:
         return None
     return Cost(round=point.round, bytes=point.bytes_up + point.bytes_down, seconds=point.seconds)
+
+
+def megabytes(size_bytes: float) -> str:
+    """Bytes for people, in units of 10^6."""
+    return f"{size_bytes / 1e6:.1f} MB"

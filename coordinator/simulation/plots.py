@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.resources import files
@@ -21,19 +21,16 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from coordinator.demo.outcome import METHODS, Background, Outcome
+from coordinator.simulation.compare import Demonstration
 from coordinator.simulation.outcome import Point, RunOutcome
 
 WIDTH_INCHES = 5.4  # 390 points: text keeps its size on a phone
 N_COLOURS = 8
 INK, FAINT, SURFACE = "#010203", "#020304", "#030405"
 CLUSTERS = tuple(f"#04050{i}" for i in range(N_COLOURS))
-BARS = dict(zip(METHODS, (f"#05060{i}" for i in range(len(METHODS))), strict=True))
-VARIABLES = (
-    {INK: "--ink", FAINT: "--faint", SURFACE: "--surface"}
-    | {colour: f"--cluster-{i}" for i, colour in enumerate(CLUSTERS)}
-    | {colour: f"--method-{i}" for i, colour in enumerate(BARS.values())}
-)
+VARIABLES = {INK: "--ink", FAINT: "--faint", SURFACE: "--surface"} | {
+    colour: f"--cluster-{i}" for i, colour in enumerate(CLUSTERS)
+}
 LINES = ("-", "--", ":")
 """Line styles of methods: the next one when all colours are used."""
 AXES: Final[Mapping[str, Callable[[Point], float]]] = {
@@ -69,7 +66,14 @@ STYLE: Any = {
 def curves(runs: Sequence[RunOutcome], label: str = "round") -> str:
     """Accuracy against one of `AXES`."""
     with figure(3.4) as (axes, svg):
-        _draw(axes, runs, label, CLUSTERS)
+        _draw(axes, _by_method(runs), label, CLUSTERS, floor_of([run.accuracy for run in runs]))
+    return svg[0]
+
+
+def accuracy_by_round(method: str, curve: Sequence[Point]) -> str:
+    """A single line."""
+    with figure(2.9) as (axes, svg):
+        _draw(axes, {method: [curve]} if curve else {}, "round", CLUSTERS, 0.0)
     return svg[0]
 
 
@@ -80,15 +84,26 @@ def draw_by_round(runs: Sequence[RunOutcome], axes: Any = None) -> Any:
 
         _, axes = plt.subplots()
     light = light_colours()
-    _draw(axes, runs, "round", [light[f"--cluster-{i}"] for i in range(N_COLOURS)])
+    colours = [light[f"--cluster-{i}"] for i in range(N_COLOURS)]
+    _draw(axes, _by_method(runs), "round", colours, floor_of([run.accuracy for run in runs]))
     return axes
 
 
-def _draw(axes: Axes, runs: Sequence[RunOutcome], label: str, colours: Sequence[str]) -> None:
+Curves = list[Sequence[Point]]
+"""Of a method, one for each seed."""
+
+
+def _by_method(runs: Sequence[RunOutcome]) -> dict[str, Curves]:
+    found = defaultdict[str, Curves](list)
+    for run in runs:
+        found[run.method].append(run.curve)
+    return found
+
+
+def _draw(axes: Axes, by_method: Mapping[str, Curves], label: str, colours: Sequence[str], floor: float) -> None:
     """Means over the seeds, point by point; the shade reaches from the lowest seed to the highest."""
-    methods = tuple(dict.fromkeys(run.method for run in runs))
-    for number, method in enumerate(methods):
-        curves = common_points([run.curve for run in runs if run.method == method])
+    for number, (method, found) in enumerate(by_method.items()):
+        curves = common_points(found)
         places = np.array([[AXES[label](point) for point in curve] for curve in curves]).mean(axis=0)
         accuracy = np.array([[point.accuracy for point in curve] for curve in curves])
         colour, style = colours[number % N_COLOURS], LINES[number // N_COLOURS % len(LINES)]
@@ -98,11 +113,12 @@ def _draw(axes: Axes, runs: Sequence[RunOutcome], label: str, colours: Sequence[
         axes.plot(places[-1], accuracy[:, -1].mean(), "o", label=name, color=colour, markersize=4)  # the bundles
         if len(curves) > 1 and len(places) > 2:
             axes.fill_between(places, accuracy.min(axis=0), accuracy.max(axis=0), color=colour, alpha=0.12, lw=0)
-    axes.set_ylim(bottom=floor_of([run.accuracy for run in runs]))
+    axes.set_ylim(bottom=floor)
     axes.set_xlabel(label)
     axes.xaxis.set_major_locator(MaxNLocator(integer=label == "round"))
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    axes.legend(loc="lower right", ncols=1 + len(methods) // 7)
+    if by_method:
+        axes.legend(loc="lower right", ncols=1 + len(by_method) // 7)
 
 
 def common_points(curves: Sequence[Sequence[Point]]) -> list[list[Point]]:
@@ -111,28 +127,16 @@ def common_points(curves: Sequence[Sequence[Point]]) -> list[list[Point]]:
     return [[*(point for point in curve[:-1] if point.round in rounds), curve[-1]] for curve in curves]
 
 
-def accuracy_by_round(background: Background) -> str:
-    """Lines of validation accuracy over the rounds."""
-    with figure(2.9) as (axes, svg):
-        for name, curve in background.accuracy_by_round.items():
-            label = background.method if name == "personalised" else METHODS[name]
-            axes.plot([r for r, _ in curve], [a for _, a in curve], label=label, color=BARS[name], linewidth=1.8)
-        axes.set_xlabel("round")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-        axes.legend(loc="lower right")
-    return svg[0]
-
-
-def cluster_map(outcome: Outcome, background: Background) -> str:
+def cluster_map(demo: Demonstration) -> str:
     """Devices by similarity of their updates: filled with the colour of their first cluster, ringed by true group."""
-    assert background.places is not None
-    first = {i: int(k) for k, members in reversed(list(outcome.clusters.items())) for i in members}
-    rings = group_colours(background.groups, first)
+    *_, ours = demo.runs
+    groups = {device.id: device.group for device in ours.devices}
+    first = {i: int(k) for k, members in reversed(list(ours.clusters.items())) for i in members}
+    rings = group_colours(groups, first)
     with figure(3.6) as (axes, svg):
-        for device_id, (x, y) in zip(background.ids, background.places, strict=True):
+        for device_id, (x, y) in demo.places.items():
             fill = CLUSTERS[first[device_id] % N_COLOURS] if device_id in first else FAINT
-            ring = CLUSTERS[rings[background.groups[device_id]] % N_COLOURS]
+            ring = CLUSTERS[rings[groups[device_id]] % N_COLOURS]
             axes.scatter(x, y, s=300, facecolors=SURFACE, edgecolors=ring, linewidths=2, clip_on=False)
             axes.scatter(x, y, s=170, facecolors=fill, edgecolors="none", clip_on=False)
             label = "".join(re.findall(r"\d+$", device_id)) or device_id  # its number: a dot is small
@@ -154,39 +158,27 @@ def group_colours(groups: Mapping[str, int], first: Mapping[str, int]) -> dict[i
     return numbers
 
 
-def selection_counts(selection: Mapping[str, int]) -> str:
-    """In how many rounds each device took part."""
-    ids = sorted(selection)
-    with figure(0.9 + 0.2 * len(ids)) as (axes, svg):
-        axes.barh(ids, [selection[i] for i in ids], color=BARS["personalised"], height=0.62)
-        axes.set_xlabel("rounds")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.invert_yaxis()
-        axes.grid(visible=False, axis="y")
-    return svg[0]
-
-
-def device_bars(outcome: Outcome) -> str:
-    """A group of bars per device, one bar per way to learn."""
-    ids = [device.id for device in outcome.devices]
-    height = 0.82 / len(METHODS)
+def device_bars(runs: Sequence[RunOutcome]) -> str:
+    """A group of bars per device, one bar per run."""
+    ids = [device.id for device in runs[0].devices]
+    height = 0.82 / len(runs)
     with figure(1.1 + 0.52 * len(ids)) as (axes, svg):
-        for j, (name, label) in enumerate(METHODS.items()):
-            middle = np.arange(len(ids)) + (j - (len(METHODS) - 1) / 2) * height
-            values = [device.accuracy[name] for device in outcome.devices]
-            axes.barh(middle, values, height=0.86 * height, color=BARS[name], label=label)
+        for j, run in enumerate(runs):
+            middle = np.arange(len(ids)) + (j - (len(runs) - 1) / 2) * height
+            values = [device.score.accuracy for device in run.devices]
+            axes.barh(middle, values, height=0.86 * height, color=CLUSTERS[j % N_COLOURS], label=run.method)
         axes.set_yticks(range(len(ids)), ids)
         axes.invert_yaxis()
-        axes.set_xlim(floor_of(accuracies(outcome)), 1)
+        axes.set_xlim(floor_of(accuracies(runs)), 1)
         axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         axes.grid(visible=False, axis="y")
         axes.legend(loc="upper center", bbox_to_anchor=(0.45, 1 + 0.55 / len(ids)), ncols=3, columnspacing=1.2)
     return svg[0]
 
 
-def accuracies(outcome: Outcome) -> list[float]:
+def accuracies(runs: Sequence[RunOutcome]) -> list[float]:
     """The accuracies in `device_bars`."""
-    return [accuracy for device in outcome.devices for accuracy in device.accuracy.values()]
+    return [device.score.accuracy for run in runs for device in run.devices]
 
 
 def floor_of(values: Sequence[float]) -> float:

@@ -14,14 +14,14 @@ from msgspec import Struct
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from coordinator.demo.outcome import METHODS, Background, DeviceOutcome, Outcome, megabytes
 from coordinator.simulation import plots
-from coordinator.simulation.compare import Comparison, MethodOutcome, Spread
-from coordinator.simulation.outcome import Cost, RunOutcome, as_csv, cost_of
+from coordinator.simulation.compare import Comparison, Demonstration, MethodOutcome, Spread
+from coordinator.simulation.outcome import Cost, Point, RunOutcome, as_csv, cost_of, megabytes
 from coordinator.simulation.settings import Scenario
 from fedge.files import write_atomically
 
 NOTHING: Final = "–"
+GLOBAL: Final = "global: the models that devices are served, each on samples from all devices' distributions"
 FILES: Final = ("report.html", "figures.json", "figures.csv", "accuracy.svg")
 
 
@@ -60,11 +60,10 @@ def page(title: str, lead: str, *content: str) -> str:
     )
 
 
-def section(title: str, text: str, content: str, *, kind: str = "") -> str:
+def section(title: str, text: str, content: str) -> str:
     """A part of a page; `content` is HTML."""
-    attribute = f' class="{kind}"' if kind else ""
     said = f"<p>{escape(text)}</p>\n" if text else ""
-    return f"<section{attribute}>\n<h2>{escape(title)}</h2>\n{said}{content}\n</section>"
+    return f"<section>\n<h2>{escape(title)}</h2>\n{said}{content}\n</section>"
 
 
 def columns(*sections: str) -> str:
@@ -77,6 +76,19 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     cells = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
     body = "\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f'<div class="scroll"><table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def rows_of(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows of a CSV file as a table: shares in percent."""
+    words = {True: "yes", False: "no"}
+
+    def shown(cell: object) -> str:
+        if isinstance(cell, float):
+            return f"{100 * cell:.1f}"
+        return words[cell] if isinstance(cell, bool) else str(cell)
+
+    head = [name.removeprefix("n_").replace("_", " ") for name in rows[0]]
+    return table(head, ([shown(cell) for cell in row.values()] for row in rows))
 
 
 def tiles(figures: Iterable[tuple[str, str]]) -> str:
@@ -116,12 +128,7 @@ def of_comparison(comparison: Comparison) -> Report:
     shown = page(
         f"fedge compare: {comparison.scenario.task}, {setting_of(comparison.scenario)}",
         lead(comparison),
-        section(
-            "All methods",
-            "Percent, mean ± standard deviation over the seeds. Differences are paired by seed. The best other method "
-            "is picked in hindsight, which flatters it. Over devices: standard deviation of their accuracies.",
-            table(headings(comparison), [row(method) for method in comparison.methods]),
-        ),
+        all_methods(comparison),
         curves(comparison.runs),
         section(
             "Seed by seed",
@@ -135,6 +142,16 @@ def of_comparison(comparison: Comparison) -> Report:
         ),
     )
     return Report(shown, comparison, comparison.rows(), plots.curves(comparison.runs))
+
+
+def all_methods(comparison: Comparison) -> str:
+    """The table of the methods."""
+    return section(
+        "All methods",
+        "Percent, mean ± standard deviation over the seeds. Differences are paired by seed. The best other method "
+        "is picked in hindsight, which flatters it. Over devices: standard deviation of their accuracies.",
+        table(headings(comparison), map(row, comparison.methods)),
+    )
 
 
 def in_a_notebook(lead: str, shown: str, runs: Sequence[RunOutcome]) -> str:
@@ -195,7 +212,8 @@ def headings(comparison: Comparison) -> tuple[str, ...]:
     """Headings of the table on the page."""
     return (
         *("Method", "Accuracy", f"− {comparison.baseline}", "− best other"),
-        *("Over devices", "Worst 10 %", "Macro F1", "Global"),
+        *("Over devices", "Worst 10 %", "Macro F1"),
+        *(["Global"] if tested_globally(comparison) else []),
         *(["Late joiners"] if comparison.scenario.late_joiners else []),
         *("Traffic", f"Cost of {100 * comparison.target:.1f} %", "s / run"),
     )
@@ -211,9 +229,9 @@ def row(method: MethodOutcome) -> tuple[str, ...]:
         percent(method.std),
         percent(method.worst_decile),
         percent(method.macro_f1),
-        NOTHING if method.global_accuracy is None else percent(method.global_accuracy),
+        *([] if method.global_accuracy is None else [percent(method.global_accuracy)]),
         *([] if method.cold_start is None else [percent(method.cold_start)]),
-        megabytes(round(method.bytes_up.mean + method.bytes_down.mean)),
+        megabytes(method.bytes_up.mean + method.bytes_down.mean),
         cost(method.cost),
         f"{method.wall_s.mean:.1f}",
     )
@@ -251,15 +269,18 @@ def cost(found: Cost | None) -> str:
     """Rounds, bytes and simulated time."""
     if found is None:
         return "not reached"
-    return f"{found.round} r, {megabytes(found.bytes)}, {found.seconds:.1f} s"
+    time = f", {found.seconds:.1f} s" if found.seconds else ""  # there may be no clock
+    return f"{found.round} r, {megabytes(found.bytes)}{time}"
 
 
 def table_of(comparison: Comparison) -> Table:
     """The comparison for a terminal of 80 columns: means; standard deviations where seeds decide."""
     found = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)  # as narrow as it goes: names of variants are long
     found.add_column("method", overflow="fold")
-    new = ["new"] if comparison.scenario.late_joiners else []
-    for heading in ("accuracy", "− base", "− best", "worst", "F1", "global", *new, "MB", "r", "s"):
+    clock = has_clock(comparison)
+    some = ["global"] if tested_globally(comparison) else []
+    some += ["new"] if comparison.scenario.late_joiners else []
+    for heading in ("accuracy", "− base", "− best", "worst", "F1", *some, "MB", "r", *(["s"] if clock else [])):
         found.add_column(heading, justify="right", no_wrap=True)
     best = max(method.accuracy.mean for method in comparison.methods)
     for method in comparison.methods:
@@ -270,14 +291,24 @@ def table_of(comparison: Comparison) -> Table:
             difference(method.to_best_other),
             f"{100 * method.worst_decile.mean:.1f}",
             f"{100 * method.macro_f1.mean:.1f}",
-            NOTHING if method.global_accuracy is None else f"{100 * method.global_accuracy.mean:.1f}",
+            *([] if method.global_accuracy is None else [f"{100 * method.global_accuracy.mean:.1f}"]),
             *([] if method.cold_start is None else [f"{100 * method.cold_start.mean:.1f}"]),
             f"{(method.bytes_up.mean + method.bytes_down.mean) / 1e6:.1f}",
             NOTHING if method.cost is None else str(method.cost.round),
-            NOTHING if method.cost is None else f"{method.cost.seconds:.1f}",
+            *([NOTHING if method.cost is None else f"{method.cost.seconds:.1f}"] if clock else []),
             style="bold" if method.accuracy.mean == best else "",
         )
     return found
+
+
+def tested_globally(comparison: Comparison) -> bool:
+    """Whether there is a global test set."""
+    return comparison.methods[0].global_accuracy is not None
+
+
+def has_clock(comparison: Comparison) -> bool:
+    """Whether devices take simulated time."""
+    return comparison.scenario.hardware != "none"
 
 
 def legend_of(comparison: Comparison) -> str:
@@ -286,9 +317,9 @@ def legend_of(comparison: Comparison) -> str:
         "accuracy: mean over the devices of their bundles on own test samples, percent, ± over seeds",
         f"− base: to {comparison.baseline}, seed by seed; − best: to the best other method, picked in hindsight",
         "worst: lowest tenth of the devices; MB: up and down",
-        "global: the models that devices are served, each on samples from all devices' distributions",
-        f"r, s: rounds and simulated seconds until {100 * comparison.target:.1f} % were seen",
-        "in the report, too: deviation over the devices, bytes until then, numbers of the methods' own (silhouette)",
+        *([GLOBAL] if tested_globally(comparison) else []),
+        f"r{', s' * has_clock(comparison)}: rounds{' and simulated seconds' * has_clock(comparison)} until "
+        f"{100 * comparison.target:.1f} % were seen; in the report, too: bytes until then, deviation over the devices",
     ]
     if comparison.scenario.late_joiners:
         lines.append("new: accuracy of the devices that came when training was over; the other figures leave them out")
@@ -340,21 +371,12 @@ def run_lead(outcome: RunOutcome, scenario: Scenario) -> str:
 def of_run(outcome: RunOutcome, scenario: Scenario, target: float | None = None) -> Report:
     """The results of `fedge simulate`."""
     lines = lines_of(outcome, None if target is None else cost_of(outcome.curve, target), target)
-    rows = [
-        (
-            *(device.id, str(device.group), str(device.n_train), str(device.score.n), str(device.trained)),
-            *(f"{100 * figure:.1f}" for figure in (device.score.accuracy, device.score.macro_f1)),
-            "yes" if device.bundle else "no",
-        )
-        for device in outcome.devices
-    ]
-    head = ("Device", "Group", "Train", "Test", "Rounds", "Accuracy", "Macro F1", "Bundle")
     shown = page(
         f"fedge simulate: {outcome.method} on {scenario.task}, {setting_of(scenario)}",
         run_lead(outcome, scenario),
         section("In short", "", table(("", ""), lines)),
         curves([outcome]),
-        section("Device by device", "Percent. Rounds: in which it trained.", table(head, rows)),
+        section("Device by device", "Percent. Trained: in so many rounds.", rows_of(outcome.rows())),
     )
     return Report(shown, outcome, outcome.rows(), plots.curves([outcome]))
 
@@ -362,41 +384,22 @@ def of_run(outcome: RunOutcome, scenario: Scenario, target: float | None = None)
 # ------------------------------------------------------------------------------------------------------------ a demo
 
 
-def of_demo(outcome: Outcome, background: Background) -> Report:
+def of_demo(demo: Demonstration) -> Report:
     """The results of `fedge demo`."""
-    rows = [
-        {"device": d.id, "n_train": d.n_train, "n_test": d.n_test, "rounds": outcome.selection[d.id]}
-        | {name: d.accuracy[name] for name in METHODS}
-        for d in outcome.devices
-    ]
-    cluster_map = (
-        plots.cluster_map(outcome, background)
-        if background.places is not None and len(background.ids) > 1
-        else "<p>This method compares no updates.</p>"
-    )
+    rows, plot = demo.rows(), plots.curves(demo.runs)
+    cluster_map = plots.cluster_map(demo) if len(demo.places) > 1 else "<p>This method compares no updates.</p>"
     shown = page(
-        f"fedge demo: {outcome.task}, {outcome.agents} devices",
-        demo_lead(outcome, background),
-        tiles(_demo_tiles(outcome)),
+        f"fedge demo: {demo.scenario.task}, {len(rows)} devices",
+        demo_lead(demo),
+        tiles(_demo_tiles(demo)),
+        all_methods(demo),
         columns(
             section(
                 "Accuracy by round",
-                "The shared model each device received, on its own validation samples, before it trained.",
-                plots.accuracy_by_round(background),
-            ),
-            section(
-                "Overall",
-                "Mean of the devices' test accuracies; each device counts the same.",
-                table(
-                    ("Way to learn", "Mean accuracy"),
-                    [(label, f"{100 * outcome.accuracy[name]:.1f} %") for name, label in METHODS.items()],
-                ),
-                kind="overall",
-            ),
-            section(
-                "Who took part",
-                "Rounds in which a device's update was accepted.",
-                plots.selection_counts(outcome.selection),
+                "personal: the shared model each device received, on its own validation samples, before it trained. "
+                "The others: the model each device would use, on its own test samples. Dot: at the end. "
+                f"{axis(plots.floor_of([run.accuracy for run in demo.runs]))}",
+                plot,
             ),
             section(
                 "Cluster map",
@@ -405,28 +408,30 @@ def of_demo(outcome: Outcome, background: Background) -> Report:
             ),
             section(
                 "Device by device",
-                f"Test accuracy. {axis(plots.floor_of(plots.accuracies(outcome)))}",
-                plots.device_bars(outcome),
+                f"Test accuracy. {axis(plots.floor_of(plots.accuracies(demo.runs)))}",
+                plots.device_bars(demo.runs),
             ),
         ),
         section(
             "All figures",
-            "Accuracies in percent. |Δp|: largest difference of probabilities between PyTorch and ONNX Runtime.",
-            table(("Device", "Train", "Test", "Cluster", *METHODS.values(), "|Δp|"), map(_demo_row, outcome.devices)),
+            "Accuracies in percent. Rounds: in which an update of the device was accepted.",
+            rows_of(rows),
         ),
     )
-    return Report(shown, outcome, rows, plots.accuracy_by_round(background))
+    return Report(shown, demo, rows, plot)
 
 
-def demo_lead(outcome: Outcome, background: Background) -> str:
+def demo_lead(demo: Demonstration) -> str:
     """A summary of the demo, in a few sentences."""
-    split = f"It made {len(outcome.clusters)} clusters with a model each."
+    *_, ours = demo.runs
+    split = f"It made {len(ours.clusters)} clusters with a model each."
     return (
-        f"{outcome.agents} devices learned “{outcome.task}” ({outcome.partition}) in {outcome.rounds} rounds of "
-        f"{background.method} over MQTT ({outcome.broker}), seed {outcome.seed}. "
-        f"{split if outcome.split else 'It made no clusters: devices share one model, or none.'} "
-        "Accuracies are on each device's own test samples, which no choice has seen; those of the personalised mixture "
-        "come from ONNX Runtime in a process without PyTorch."
+        f"{len(ours.devices)} devices learned “{demo.scenario.task}” ({setting_of(demo.scenario)}) in {ours.rounds} "
+        f"rounds of {demo.learned_by} over MQTT ({demo.broker}), seed {ours.seed}. "
+        f"{split if ours.split else 'It made no clusters: devices share one model, or none.'} "
+        "Accuracies are on each device's own test samples, which no choice has seen. local: every device alone; "
+        "fedavg+ft: FedAvg, then fine-tuned; expert: the best shared model; personal: what the device has installed, "
+        "run by ONNX Runtime in a process without PyTorch."
     )
 
 
@@ -435,27 +440,17 @@ def points(gain: float) -> str:
     return f"{100 * gain:+.1f}"
 
 
-def _demo_tiles(outcome: Outcome) -> list[tuple[str, str]]:
-    ours = outcome.accuracy["personalised"]
+def _demo_tiles(demo: Demonstration) -> list[tuple[str, str]]:
+    mean = {run.method: run.accuracy for run in demo.runs}
+    *_, ours = demo.runs
     return [
-        (f"{100 * ours:.1f} %", "personalised accuracy"),
-        (points(ours - outcome.accuracy["fedavg"]), "points above FedAvg"),
-        (points(ours - outcome.accuracy["local_only"]), "points above local only"),
-        (points(ours - outcome.accuracy["fedavg_finetuned"]), "points above fine-tuned"),
-        (f"{megabytes(outcome.bytes_up)} ↑", f"{megabytes(outcome.bytes_down)} ↓"),
-        (f"{outcome.wall_s:.0f} s", "from start to end"),
+        (f"{100 * ours.accuracy:.1f} %", "personalised accuracy"),
+        (points(ours.accuracy - mean["fedavg"]), "points above FedAvg"),
+        (points(ours.accuracy - mean["local"]), "points above local only"),
+        (points(ours.accuracy - mean["fedavg+ft"]), "points above fine-tuned"),
+        (f"{megabytes(ours.bytes_up)} ↑", f"{megabytes(ours.bytes_down)} ↓"),
+        (f"{demo.wall_s:.0f} s", "from start to end"),
     ]
-
-
-def _demo_row(device: DeviceOutcome) -> tuple[str, ...]:
-    return (
-        device.id,
-        str(device.n_train),
-        str(device.n_test),
-        ", ".join(map(str, device.experts)) or NOTHING,
-        *(f"{100 * device.accuracy[name]:.1f}" for name in METHODS),
-        f"{device.max_abs_diff_torch_onnx:.0e}",
-    )
 
 
 # ------------------------------------------------------------------------------------------------------ a federation
@@ -463,9 +458,13 @@ def _demo_row(device: DeviceOutcome) -> tuple[str, ...]:
 
 def of_federation(summary: dict[str, Any]) -> Report:
     """A coordinator's home as a page, with the figures of `fedge status`."""
-    curve = [(line["round"], line["accuracy"]) for line in summary["history"] if line["accuracy"] is not None]
-    background = Background(summary["method"], {"personalised": curve}, (), None, {})
-    rows = [
+    curve = [
+        Point(round=line["round"], accuracy=line["accuracy"], bytes_up=0, bytes_down=0, seconds=0.0)
+        for line in summary["history"]
+        if line["accuracy"] is not None
+    ]
+    ids = sorted({*summary["devices"], *summary["selection"], *summary["problems"]})
+    rows: list[dict[str, Any]] = [
         {
             "device": device,
             "presence": summary["devices"].get(device, "not seen"),
@@ -473,13 +472,13 @@ def of_federation(summary: dict[str, Any]) -> Report:
             "bundle": device in summary["installed"],
             "problem": summary["problems"].get(device, {}).get("reason", ""),
         }
-        for device in sorted({*summary["devices"], *summary["selection"], *summary["problems"]})
-    ]
-    plot = plots.accuracy_by_round(background)
+        for device in ids
+    ] or [dict.fromkeys(("device", "presence"), "")]
+    plot = plots.accuracy_by_round(summary["method"], curve)
     figures = [
         (f"{summary['round']} of {summary['rounds']}", "rounds"),
-        (f"{100 * curve[-1][1]:.1f} %" if curve else NOTHING, "validation accuracy, last cohort"),
-        (f"{len(summary['installed'])} of {len(rows)}", "devices have a bundle"),
+        (f"{100 * curve[-1].accuracy:.1f} %" if curve else NOTHING, "validation accuracy, last cohort"),
+        (f"{len(summary['installed'])} of {len(ids)}", "devices have a bundle"),
         (f"{megabytes(summary['bytes_up'])} ↑", f"{megabytes(summary['bytes_down'])} ↓"),
     ]
     shown = page(
@@ -487,12 +486,6 @@ def of_federation(summary: dict[str, Any]) -> Report:
         f"Seed {summary['seed']}. Accuracies are on validation samples of the devices that were asked in a round.",
         tiles(figures),
         section("Accuracy by round", "The shared model each device received, before it trained.", plot),
-        section(
-            "Device by device", "", table(("Device", "Now", "Trained", "Bundle", "Last problem"), map(_told, rows))
-        ),
+        section("Device by device", "", rows_of(rows)),
     )
-    return Report(shown, summary, rows or [dict.fromkeys(("device", "presence"), "")], plot)
-
-
-def _told(row: Mapping[str, Any]) -> list[str]:
-    return ["yes" if cell is True else "no" if cell is False else str(cell) for cell in row.values()]
+    return Report(shown, summary, rows, plot)

@@ -11,8 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from coordinator import runs
-from coordinator.demo.outcome import Background, Outcome
-from coordinator.simulation.compare import Comparison
+from coordinator.simulation.compare import Comparison, Demonstration
 from coordinator.simulation.outcome import RunOutcome
 from coordinator.simulation.report import (
     FILES,
@@ -93,4 +92,4 @@ def remade(folder: Path, run: runs.Run) -> Report:
         return of_run(msgspec.json.decode(figures, type=RunOutcome), scenario, run.settings.get("target"))
     if run.command == "compare":
         return of_comparison(msgspec.json.decode(figures, type=Comparison, dec_hook=lambda kind, text: kind(text)))
-    return of_demo(msgspec.json.decode(figures, type=Outcome), Background.read(folder))
+    return of_demo(msgspec.json.decode(figures, type=Demonstration, dec_hook=lambda kind, text: kind(text)))

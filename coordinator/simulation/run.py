@@ -22,7 +22,7 @@ from coordinator.samples import by_class, without_samples
 from coordinator.simulation import rounds
 from coordinator.simulation.evaluation import Evaluation
 from coordinator.simulation.federation import Federation, gather, partition_samples
-from coordinator.simulation.outcome import Point, RunOutcome, Score, sample_accuracy, worst_decile
+from coordinator.simulation.outcome import Point, RunOutcome, Score, outcome_of
 from coordinator.simulation.settings import Running, Scenario
 from edge_agent import batched
 from fedge.errors import ConfigError
@@ -72,6 +72,23 @@ def simulate(
     require_sound(examined.findings)
     for finding in (*examined.findings, *_missing(federation)):
         watch(f"note: {finding}")
+    outcome = run_on(federation, made, scenario, seed, home, label, watch, on, track)
+    return msgspec.structs.replace(outcome, wall_s=round(time.perf_counter() - began, 3))
+
+
+def run_on(
+    federation: Federation,
+    made: Method[Any],
+    scenario: Scenario,
+    seed: int,
+    home: Path,
+    label: str,
+    watch: Watch = lambda _: None,
+    on: Running | None = None,
+    track: Callable[[Point], None] | None = None,
+) -> RunOutcome:
+    """As `simulate`, with devices whose samples are partitioned and a method that is made."""
+    began = time.perf_counter()
     with _engine(on, scenario, federation, made, home) as execute:
         if execute is not batched.execute and not torch.cuda.is_available():  # the GPUs may be elsewhere in the cluster
             scenario = msgspec.structs.replace(scenario, train_on=Processor.CPU)
@@ -105,37 +122,23 @@ def simulate(
         final = evaluation.finally_(made, state, fleet)
         measure(state, scenario.rounds, _mean({i: end.score for i, end in final.items()}, federation.late_joiners))
         watch(f"the devices' bundles  accuracy {curve[-1].accuracy:.3f}")
-    everybody = tuple(final.values())
-    devices = [device for device in everybody if not device.late_joiner]
-    accuracies = [device.score.accuracy for device in devices]
-    cold = [device.score.accuracy for device in everybody if device.late_joiner]
     summary = made.summary(state)
-    return RunOutcome(
+    return outcome_of(
+        tuple(final.values()),
         method=label,
         seed=seed,
-        accuracy=float(np.mean(accuracies)),
-        std=float(np.std(accuracies)),
-        minimum=min(accuracies),
-        percentile_10=float(np.percentile(accuracies, 10)),
-        worst_decile=worst_decile(accuracies),
-        sample_accuracy=sample_accuracy([device.score for device in devices]),
-        macro_f1=float(np.mean([device.score.macro_f1 for device in devices])),
-        weighted_f1=float(np.mean([device.score.weighted_f1 for device in devices])),
         global_accuracy=curve[-1].global_accuracy,
         rounds=scenario.rounds,
         bytes_up=fleet.bytes_up,
         bytes_down=fleet.bytes_down,
         seconds=fleet.seconds,
-        bundles=sum(device.bundle for device in everybody),
         max_abs_diff=evaluation.max_abs_diff,
         split=bool(summary["split"]),
         clusters={str(k): tuple(members) for k, members in summary["clusters"].items()},
         curve=tuple(curve),
-        devices=everybody,
         wall_s=round(time.perf_counter() - began, 3),
         evaluation_s=round(evaluation.seconds, 3),
         details={name: value for name, value in summary.items() if isinstance(value, float)},
-        cold_start=float(np.mean(cold)) if cold else None,
         draws=federation.milder.draws,
         moved=federation.milder.moved,
     )

@@ -1,49 +1,37 @@
 """A made-up result of a demo."""
 
-import numpy as np
+from typing import Any
 
-from coordinator.demo.outcome import METHODS, Background, DeviceOutcome, Outcome, mean_accuracy
+from coordinator.simulation.compare import Comparison, Demonstration, compare_runs
+from coordinator.simulation.outcome import DeviceOutcome, outcome_of
+from coordinator.simulation.settings import Scenario
+from tests.support.comparison import a_run, a_score
+
+WAYS = ("local", "fedavg", "fedavg+ft", "expert", "personal")
+DEVICES = [f"camera-{i:02d}" for i in range(4)]
+PLACES = dict(zip(DEVICES, ((0.4, -0.6), (-0.6, 0.4), (0.2, 0.0), (0.0, 0.2)), strict=True))
 
 
-def an_outcome(**changes: object) -> Outcome:
-    devices = tuple(
-        DeviceOutcome(
-            id=f"camera-{i:02d}",
-            n_train=80 + i,
-            n_test=30,
-            experts=(i % 2,),
-            accuracy={name: 0.5 + 0.1 * j - 0.01 * i for j, name in enumerate(METHODS)},
-            bundle=f"/bundles/{i}",
-            max_abs_diff_torch_onnx=1.5e-7,
+def a_demonstration(*, split: bool = True, task: str = "digits", **changes: Any) -> Demonstration:
+    """Four devices in two clusters; each way to learn is 10 points ahead of the one before."""
+    clusters = {"0": ("camera-00", "camera-02"), "1": ("camera-01", "camera-03")} if split else {}
+    model = a_run()
+    known = {name: getattr(model, name) for name in ("seconds", "rounds", "global_accuracy", "evaluation_s", "curve")}
+    known |= {"global_accuracy": None, "seed": 3, "rounds": 6, "bytes_up": 1_500_000, "bytes_down": 2_500_000}
+    runs = []
+    for j, way in enumerate(WAYS):
+        devices = [
+            DeviceOutcome(
+                id=device, group=i % 2, n_train=80 + i, score=a_score(0.5 + 0.1 * j - 0.01 * i, 30), trained=6 - i,
+                bundle=True, release="1",
+            )
+            for i, device in enumerate(DEVICES)
+        ]  # fmt: skip
+        runs.append(
+            outcome_of(devices, method=way, **known, max_abs_diff=1.5e-7, split=split, clusters=clusters, wall_s=9.5)
         )
-        for i in range(4)
-    )
-    values: dict[str, object] = {
-        "task": "digits",
-        "partition": "groups",
-        "agents": 4,
-        "rounds": 6,
-        "seed": 3,
-        "broker": "mosquitto",
-        "wall_s": 12.25,
-        "bytes_up": 1_500_000,
-        "bytes_down": 2_500_000,
-        "clusters": {"0": ("camera-00", "camera-02"), "1": ("camera-01", "camera-03")},
-        "selection": {f"camera-{i:02d}": 6 - i for i in range(4)},
-        "split": True,
-        "accuracy": mean_accuracy(devices),
-        "devices": devices,
-    }
-    return Outcome(**(values | changes))  # type: ignore[arg-type]
-
-
-def a_background(**changes: object) -> Background:
-    directions = np.array([[1.0, 0.0], [0.0, 1.0], [0.8, 0.6], [0.6, 0.8]])
-    values: dict[str, object] = {
-        "method": "fedge",
-        "accuracy_by_round": {"personalised": [(1, 0.1), (2, 0.6)], "fedavg": [(1, 0.1), (2, 0.4)]},
-        "ids": tuple(f"camera-{i:02d}" for i in range(4)),
-        "places": directions - directions.mean(axis=0),
-        "groups": {f"camera-{i:02d}": i % 2 for i in range(4)},
-    }
-    return Background(**(values | changes))  # type: ignore[arg-type]
+    scenario = Scenario(task=task, partition="groups", n_groups=3, devices=4, hardware="none")
+    found = compare_runs(scenario, runs, WAYS, [3], "local", None)
+    values: dict[str, Any] = {name: getattr(found, name) for name in Comparison.__struct_fields__}
+    values |= {"learned_by": "fedge", "broker": "mosquitto", "wall_s": 12.25, "places": PLACES}
+    return Demonstration(**(values | changes))

@@ -2,18 +2,15 @@ import json
 import os
 import subprocess
 import sys
-from io import StringIO
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from rich.console import Console
 
-from coordinator.demo.cli import demo, summary_of, table_of
-from coordinator.demo.outcome import METHODS
-from coordinator.simulation.report import of_demo
+from coordinator.demo.cli import demo
+from coordinator.simulation.report import of_demo, table_of
 from fedge.cli import main
-from tests.support.demo import a_background, an_outcome
+from tests.support.demo import WAYS, a_demonstration
 
 
 def test_help_shows_examples_and_exit_codes() -> None:
@@ -71,35 +68,32 @@ def test_too_few_samples_for_so_many_devices_is_an_error_of_the_user(tmp_path: P
     assert "error: 100 samples are too few for 12 devices" in ran.stderr
 
 
-def test_the_json_has_exactly_the_promised_keys() -> None:
+def test_the_json_is_that_of_a_comparison_and_what_only_a_demo_knows() -> None:
     import msgspec
 
-    figures = json.loads(msgspec.json.encode(an_outcome()))
+    figures = json.loads(msgspec.json.encode(a_demonstration(), enc_hook=str))
     assert list(figures) == [
-        *("task", "partition", "agents", "rounds", "seed", "broker", "wall_s", "bytes_up", "bytes_down"),
-        *("clusters", "selection", "split", "accuracy", "devices"),
+        *("scenario", "seeds", "baseline", "target", "methods", "runs"),
+        *("learned_by", "broker", "wall_s", "places"),
     ]
-    assert list(figures["accuracy"]) == list(METHODS)
-    keys = ["id", "n_train", "n_test", "experts", "accuracy", "bundle", "max_abs_diff_torch_onnx"]
-    assert list(figures["devices"][0]) == keys
+    assert [run["method"] for run in figures["runs"]] == list(WAYS)
+    assert [round(method["accuracy"]["mean"], 4) for method in figures["methods"]] == [
+        0.485,
+        0.585,
+        0.685,
+        0.785,
+        0.885,
+    ]
 
 
-def test_the_summary_names_clusters_selection_and_bytes() -> None:
-    text = summary_of(an_outcome())
-    assert "split into experts: yes" in text
-    assert "cluster 1: camera-01, camera-03" in text
-    assert "1.5 MB up, 2.5 MB down" in text
-
-
-def test_the_table_fits_a_narrow_terminal_and_ends_with_the_mean() -> None:
-    console = Console(width=80, record=True, file=StringIO())
-    console.print(table_of(an_outcome()))
-    lines = [" ".join(line.split()) for line in console.export_text().splitlines()]
-    assert "device train test rounds cluster local FedAvg +tuned expert personal" in lines
-    assert "camera-03 83 30 3 1 47.0 57.0 67.0 77.0 87.0" in lines
-    assert "mean 48.5 58.5 68.5 78.5 88.5" in lines
+def test_the_table_has_a_line_for_each_way_to_learn() -> None:
+    table = table_of(a_demonstration())
+    assert [column.header for column in table.columns][:4] == ["method", "accuracy", "− base", "− best"]
+    assert list(table.columns[0].cells) == list(WAYS)
+    assert list(table.columns[1].cells) == ["48.5", "58.5", "68.5", "78.5", "88.5"]
 
 
 def test_the_csv_has_a_row_for_each_device() -> None:
-    first, *_ = of_demo(an_outcome(), a_background()).rows
-    assert first == {"device": "camera-00", "n_train": 80, "n_test": 30, "rounds": 6} | an_outcome().devices[0].accuracy
+    first, *_ = of_demo(a_demonstration()).rows
+    accuracy = {run.method: run.devices[0].score.accuracy for run in a_demonstration().runs}
+    assert first == {"device": "camera-00", "n_train": 80, "n_test": 30, "rounds": 6, "cluster": "0"} | accuracy

@@ -1,21 +1,23 @@
 import json
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
-from coordinator.demo.baselines import best_expert
 from coordinator.demo.processes import ProcessError
 from coordinator.demo.run import (
+    Alone,
     _coordinator_flags,
+    baselines,
+    best_expert,
     broker_of,
-    curve_of,
     installed_bundles,
     needs_server_data,
     partition_samples,
     spent,
 )
-from coordinator.methods import MethodSettings, RoundSummary, make
+from coordinator.methods import MethodSettings, make
 from coordinator.simulation.rounds import run
 from coordinator.simulation.settings import DemoSettings
 from fedge.broker import LocalBroker, free_port
@@ -151,9 +153,23 @@ async def test_of_a_pool_of_private_modules_the_devices_own_one_is_measured(base
         np.testing.assert_allclose(network.logits(found, x), network.logits(expected, x), atol=1e-4)
 
 
-def test_rounds_that_nobody_measured_are_left_out() -> None:
-    lines = [
-        RoundSummary(round=1, asked=2, answered=2, accuracy=0.5, loss=1.0),
-        RoundSummary(round=2, asked=2, answered=0, accuracy=None, loss=None),
-    ]
-    assert curve_of(lines) == [(1, 0.5)]
+async def test_alone_a_device_trains_as_many_rounds_as_it_did_in_the_federation(tmp_path: Path) -> None:
+    fleet, layout, first, _ = digits(tmp_path, n=3, limit=150)
+    trained = dict(zip(fleet.workers, (3, 0, 1), strict=True))
+    method = Alone(MethodSettings(), trained)
+    state = await run(method, method.init(layout, first), fleet)
+    models = [best_expert(fleet.workers[i].home / "bundles" / "1", layout).params for i in state.installed]
+    begun = fleet.get(first, layout).params
+    assert [np.array_equal(model, begun) for model in models] == [False, True, False]
+
+
+def test_the_baselines_are_those_of_the_seed(tmp_path: Path) -> None:
+    settings = DemoSettings(out=tmp_path / "a", devices=4, samples=320, rounds=3, average="median")
+    cameras = partition_samples(settings)
+    one = baselines(settings, cameras, {"selection": dict.fromkeys(cameras.shares, 3)})
+    assert [found.method for found in one] == ["local", "fedavg", "fedavg+ft"]
+    assert [found.bundles for found in one] == [4, 4, 4]
+    assert [[device.trained for device in found.devices] for found in one[1:]] == [[3] * 4] * 2
+    again = msgspec.structs.replace(settings, out=tmp_path / "b")
+    two = baselines(again, cameras, {"selection": dict.fromkeys(cameras.shares, 3)})
+    assert [found.devices for found in two] == [found.devices for found in one]

@@ -54,14 +54,16 @@ def test_curves_are_drawn_on_axes_of_the_callers_own() -> None:
     assert a_run().plot(Figure().add_subplot()).get_xlabel() == "round"
 
 
-def test_a_bar_is_as_long_as_its_count() -> None:
-    svg = plots.selection_counts({"a": 4, "b": 2, "c": 0})
-    bars = [
-        np.array(re.findall(r"-?[\d.]+", path), float) for path in re.findall(r'<path d="([^"]*)"[^>]*method-4', svg)
-    ]
-    widths = [np.ptp(bar[0::2]) for bar in bars]
-    assert widths[0] == pytest.approx(2 * widths[1], rel=1e-3)
-    assert widths[2] == 0
+def test_a_bar_is_as_long_as_the_accuracy() -> None:
+    svg = plots.device_bars([a_run(accuracy=0.95), a_run(accuracy=0.9)])
+    lengths = []
+    for colour in ("cluster-0", "cluster-1"):
+        bars = [
+            np.array(re.findall(r"-?[\d.]+", path), float)
+            for path in re.findall(rf'<path d="([^"]*)"[^>]*clip-path[^>]*{colour}', svg)
+        ]
+        lengths.append(np.ptp(bars[0][0::2]))
+    assert lengths[0] / lengths[1] == pytest.approx(0.95 / 0.9, rel=1e-3)
 
 
 def test_groups_take_the_colour_of_the_cluster_that_found_them() -> None:

@@ -30,7 +30,7 @@ from coordinator.simulation.report import (
 )
 from coordinator.simulation.settings import Scenario
 from tests.support.comparison import a_comparison, a_run
-from tests.support.demo import a_background, an_outcome
+from tests.support.demo import a_demonstration
 
 
 def test_a_row_has_means_spreads_and_signs() -> None:
@@ -173,7 +173,7 @@ def test_a_single_run_in_lines() -> None:
 def test_every_table_of_a_page_can_be_scrolled_by_itself() -> None:
     outcome = a_run()
     run = of_run(outcome, Scenario()).page
-    for text in (of_comparison(a_comparison(3)).page, of_demo(an_outcome(), a_background()).page, run):
+    for text in (of_comparison(a_comparison(3)).page, of_demo(a_demonstration()).page, run):
         assert text.count("<table>") == text.count('<div class="scroll"><table>') > 0
 
 
@@ -192,7 +192,8 @@ def test_the_report_of_a_run_has_its_figures_its_curves_and_its_devices() -> Non
     assert page.open == []
     assert text.count("<svg") == 3
     assert "80.0 %  ± 5.0 over 2 devices" in text
-    assert "<td>device-1</td><td>1</td><td>40</td><td>20</td><td>30</td><td>80.0</td><td>70.0</td><td>yes</td>" in text
+    cells = ("device-1", "1", "40", "20", "30", "yes", "no", "80.0", "70.0", "75.0")
+    assert "".join(f"<td>{cell}</td>" for cell in cells) in text
     assert "Shade" not in text, "one seed has none"
 
 
@@ -204,30 +205,30 @@ def test_a_notebook_shows_the_table_and_the_curves() -> None:
 
 
 def test_the_report_of_a_demo_needs_nothing_from_outside() -> None:
-    html = of_demo(an_outcome(), a_background()).page
+    html = of_demo(a_demonstration()).page
     assert "http" not in html
     assert not re.search(r"<script|<link|@import|\ssrc=", html)
-    assert html.count("<svg") == 4
+    assert html.count("<svg") == 3
     assert "$" not in html
 
 
 def test_it_holds_every_figure_of_every_device() -> None:
-    html = of_demo(an_outcome(), a_background()).page
+    html = of_demo(a_demonstration()).page
     for cells in (
-        "<td>camera-00</td><td>80</td><td>30</td><td>0</td><td>50.0</td><td>60.0</td><td>70.0</td><td>80.0</td><td>90.0</td>",
-        "<td>camera-03</td><td>83</td><td>30</td><td>1</td><td>47.0</td><td>57.0</td><td>67.0</td><td>77.0</td><td>87.0</td>",
+        "<td>camera-00</td><td>80</td><td>30</td><td>6</td><td>0</td><td>50.0</td><td>60.0</td><td>70.0</td><td>80.0</td><td>90.0</td>",
+        "<td>camera-03</td><td>83</td><td>30</td><td>3</td><td>1</td><td>47.0</td><td>57.0</td><td>67.0</td><td>77.0</td><td>87.0</td>",
     ):
         assert cells in html
-    assert "<td>Personalised</td><td>88.5 %</td>" in html
+    assert "<td>personal</td><td>88.5</td><td>+40.0</td>" in html
     assert "+30.0" in html  # points above FedAvg
 
 
 def test_plots_take_their_colours_from_the_page() -> None:
-    html = of_demo(an_outcome(), a_background()).page
+    html = of_demo(a_demonstration()).page
     plots = "".join(re.findall(r"<svg.*?</svg>", html, flags=re.DOTALL))
     assert not re.search(r"(fill|stroke): #", plots)
     used = set(re.findall(r"var\((--[a-z0-9-]+)\)", html))
-    assert {"--method-0", "--method-4", "--cluster-0", "--cluster-1", "--ink", "--surface"} <= used
+    assert {"--cluster-4", "--cluster-0", "--cluster-1", "--ink", "--surface"} <= used
     light, dark = html.split("@media", 1)
     for variable in used:
         assert f"{variable}:" in light
@@ -235,36 +236,32 @@ def test_plots_take_their_colours_from_the_page() -> None:
 
 
 def test_the_curve_of_the_federation_has_its_methods_name() -> None:
-    svg = plots.accuracy_by_round(a_background(method="a-method"))
-    assert ">a-method<" in svg
-    assert ">FedAvg<" in svg
-    assert ">Personalised<" not in svg
+    assert ">a-method<" in plots.accuracy_by_round("a-method", a_run().curve)
 
 
 def test_a_history_without_any_measurement_is_an_empty_plot() -> None:
-    assert "<svg" in plots.accuracy_by_round(a_background(accuracy_by_round={"personalised": [], "fedavg": []}))
+    assert "<svg" in plots.accuracy_by_round("fedge", [])
 
 
 def test_what_comes_from_a_user_is_text_not_markup() -> None:
-    html = of_demo(an_outcome(task="<script>alert(1)</script>"), a_background()).page
+    html = of_demo(a_demonstration(task="<script>alert(1)</script>")).page
     assert "<script>" not in html
 
 
 def test_a_method_without_updates_to_compare_has_no_map() -> None:
-    outcome = an_outcome(split=False, clusters={}, selection=dict.fromkeys(an_outcome().selection, 1))
-    html = of_demo(outcome, a_background(places=None, ids=())).page
-    assert html.count("<svg") == 3
+    html = of_demo(a_demonstration(split=False, places={})).page
+    assert html.count("<svg") == 2
     assert "compares no updates" in html
 
 
 @pytest.mark.parametrize(("split", "words"), [(True, "2 clusters with a model each"), (False, "no clusters")])
 def test_the_lead_of_a_demo_says_whether_there_was_a_split(split: bool, words: str) -> None:
-    assert words in demo_lead(an_outcome(split=split), a_background())
+    assert words in demo_lead(a_demonstration(split=split))
 
 
 @pytest.mark.parametrize(("split", "words"), [(True, "2 clusters with a model each"), (False, "It made no clusters")])
 def test_the_lead_of_a_demo_tells_of_no_trial_where_there_was_none(split: bool, words: str) -> None:
-    text = demo_lead(an_outcome(split=split), a_background(method="fedepc"))
+    text = demo_lead(a_demonstration(split=split, learned_by="fedepc"))
     assert words in text
     assert "trial" not in text
     assert "better" not in text

@@ -5,12 +5,11 @@ from pathlib import Path
 import pytest
 
 from coordinator import runs
-from coordinator.demo.outcome import BACKGROUND
 from coordinator.simulation.report import FILES, Report, of_comparison, of_demo, of_run, write_results
 from coordinator.simulation.settings import CompareSettings, DemoSettings, Scenario, SimulationSettings
 from fedge.cli import main
 from tests.support.comparison import a_comparison, a_run
-from tests.support.demo import a_background, an_outcome
+from tests.support.demo import a_demonstration
 
 SUMMARY = {
     "federation": "shop", "method": "fedge", "seed": 3, "round": 2, "rounds": 5, "at": 0.0, "bytes_up": 10,
@@ -32,10 +31,7 @@ def compared(folder: Path) -> Report:
 
 def demonstrated(folder: Path) -> Report:
     runs.note(folder, "demo", DemoSettings(out=folder))
-    background = a_background()
-    background.write(folder)
-    assert (folder / BACKGROUND).exists()
-    return of_demo(an_outcome(), background)
+    return of_demo(a_demonstration())
 
 
 @pytest.mark.parametrize("made", [simulated, compared, demonstrated])
