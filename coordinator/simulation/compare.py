@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import multiprocessing
 import os
 import re
-import signal
-import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -28,6 +23,7 @@ from coordinator.simulation.federation import partition_samples
 from coordinator.simulation.outcome import Cost, RunOutcome, cost_of, data_frame
 from coordinator.simulation.run import LOOK_S, require_wanted, simulate
 from coordinator.simulation.settings import CompareSettings, Scenario
+from fedge.child import Child, DiedError
 from fedge.errors import ConfigError, FedgeError, StoreError
 from fedge.files import make_folder, write_atomically
 from fedge.loading import is_held
@@ -295,16 +291,30 @@ def _done(runs: Sequence[_Run], jobs: int) -> Iterator[tuple[_Run, RunOutcome]]:
         if min(jobs, len(runs)) <= 1:
             yield from ((run, _simulate(run, home)) for run, home in homes.items())
             return
-        with _processes(min(jobs, len(runs))) as pool:
-            with _without_script():
-                waiting = {pool.submit(_simulate, run, home): run for run, home in homes.items()}
+        # one thread each; numpy and torch read this on import
+        os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
+        children = [Child("coordinator.simulation.compare:_simulate") for _ in range(min(jobs, len(runs)))]
+        idle, threads = list(children), ThreadPoolExecutor(len(children), "fedge-compare")
+
+        def by_child(run: _Run, home: Path) -> RunOutcome:
+            child = idle.pop()
             try:
-                while waiting:
-                    for future in wait(waiting, LOOK_S, FIRST_COMPLETED).done:
-                        yield waiting.pop(future), future.result()
-                    require_wanted()
-            except BrokenProcessPool as error:
-                raise FedgeError("a process that simulated ended unexpectedly, perhaps for lack of memory") from error
+                return child.call(run, home, returns=RunOutcome)
+            finally:
+                idle.append(child)
+
+        try:
+            waiting = {threads.submit(by_child, run, home): run for run, home in homes.items()}
+            while waiting:
+                for future in wait(waiting, LOOK_S, FIRST_COMPLETED).done:
+                    yield waiting.pop(future), future.result()
+                require_wanted()
+        except DiedError as error:
+            raise FedgeError(f"a process that simulated ended, perhaps for lack of memory: {error}") from error
+        finally:
+            for child in children:
+                child.close()
+            threads.shutdown(cancel_futures=True)
 
 
 def _on_ray(runs: Sequence[_Run], settings: CompareSettings) -> Iterator[tuple[_Run, RunOutcome]]:
@@ -325,40 +335,6 @@ def _on_ray(runs: Sequence[_Run], settings: CompareSettings) -> Iterator[tuple[_
             for done in ray.wait(list(waiting), timeout=LOOK_S)[0]:
                 yield waiting.pop(done), ray.get(done)
             require_wanted()
-
-
-@contextmanager
-def _processes(jobs: int) -> Iterator[ProcessPoolExecutor]:
-    """Fresh processes (torch does not survive a fork) that end with this one."""
-    # one thread each; numpy and torch read this on import
-    os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
-    pool = ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"), initializer=_ours_to_stop)
-    try:
-        yield pool
-    except BaseException:
-        pool.shutdown(wait=False, cancel_futures=True)
-        for child in multiprocessing.active_children():
-            child.terminate()
-        raise
-    finally:
-        pool.shutdown()
-
-
-@contextmanager
-def _without_script() -> Iterator[None]:
-    """Stop spawned processes from running the user's script again; they do not need it."""
-    script = sys.modules["__main__"]
-    sys.modules["__main__"] = ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = script
-
-
-def _ours_to_stop() -> None:
-    """Ctrl-C reaches every process of a terminal; only the parent acts on it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 @contextmanager

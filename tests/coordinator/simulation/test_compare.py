@@ -211,6 +211,21 @@ def test_ctrl_c_ends_all_processes_and_keeps_what_is_done(tmp_path: Path) -> Non
     assert not list(tmp_path.glob("fedge-compare-*"))
 
 
+@pytest.mark.process
+def test_a_killed_process_ends_the_comparison_and_the_others(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "fedge.cli", "compare", "--methods", "local,fedavg,fedge", "--seeds", "0"]
+    command += ["--devices", "4", "--samples", "300", "--rounds", "600", "--local-steps", "1", "--jobs", "2"]
+    command += ["--out", str(tmp_path / "out")]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as run:
+        assert run.stderr is not None
+        assert "1/3  local" in run.stderr.readline()
+        one, other = children_of(run.pid)
+        os.kill(one, signal.SIGKILL)
+        assert "ended, perhaps for lack of memory: signal 9" in run.stderr.read()
+        assert run.wait(timeout=300) == 1
+    assert not Path(f"/proc/{other}").exists()
+
+
 def test_a_method_that_cannot_be_had_is_refused_before_the_others_have_run(tmp_path: Path) -> None:
     ran: list[str] = []
     settings = CompareSettings(methods="local,fedcoe", seeds="0", global_test=0.0, **SMALL)
