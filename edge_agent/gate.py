@@ -8,6 +8,7 @@ folded into the first layer, so the bundle's gate takes raw inputs.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from export.mixture import GATE_HIDDEN, GateWeights
-from fedge.fusion import Array, gate_features
+from fedge.fusion import Array, Library, gate_features, mixed
 from fedge.models.training import tensor
 
 MIN_SAMPLES: Final = 10
@@ -24,6 +25,7 @@ MIN_SAMPLES: Final = 10
 STEPS: Final = 150
 LEARNING_RATE: Final = 0.02
 DECAY: Final = 0.03
+TORCH: Final[Library[Tensor]] = Library(partial(torch.log_softmax, dim=-1), partial(torch.logsumexp, dim=-1))
 _SMALLEST_SPREAD: Final = 0.1
 """Lower bound, relative to the mean spread: an input that hardly varies here must not be blown up elsewhere."""
 
@@ -90,19 +92,13 @@ def _network(n_inputs: int, n_candidates: int, seed: int) -> nn.Sequential:
     return network
 
 
-def log_mixture(log_alpha: Tensor, log_p: Tensor) -> Tensor:
-    """Log p_y of the mixture, (m,), from log alpha and the candidates' log q_k of the true class, (m, M) each."""
-    return torch.logsumexp(log_alpha + log_p, dim=1)
-
-
 def _fit(
     network: nn.Sequential, inputs: Tensor, log_p: Tensor, scores: Tensor, decay: float, experts: Tensor, top: int
 ) -> None:
     parameters = list(network.parameters())
     optimiser = torch.optim.Adam(parameters, lr=LEARNING_RATE)
     for _ in range(STEPS):
-        log_alpha = torch.log_softmax(_selected(scores + network(inputs), experts, top), dim=1)
-        likelihood = log_mixture(log_alpha, log_p).mean()
+        likelihood = mixed(log_p, _selected(scores + network(inputs), experts, top), TORCH).mean()
         squares = torch.stack([parameter.square().sum() for parameter in parameters]).sum()
         optimiser.zero_grad()
         (decay * squares - likelihood).backward()  # type: ignore[no-untyped-call]

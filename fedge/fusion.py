@@ -1,9 +1,9 @@
 """The mixture's formula in numpy, in the precision of its numbers (fedge.md sections 7, 9, 11).
 
 Symbols as in the specification: M candidates, C classes, n samples. Runtimes compute in float32, a device's fit and the
-check of a bundle in float64. `export.graph` is the same as a graph, `edge_agent.gate` as the loss that the gate is
-trained by; tests/fedge/test_fusion.py holds them together. With weights 1/M, T = 1, kappa = 0, beta = 1 and energies
-that are neither standardised nor clipped, it is SCMoE-PFL's gate (scmoe_pfl.md section 11).
+check of a bundle in float64. `mixed` is also the loss that the gate is trained by, in torch (`edge_agent.gate`);
+`export.graph` is the same as a graph. tests/fedge/test_fusion.py holds them together. With weights 1/M, T = 1, kappa =
+0, beta = 1 and energies that are neither standardised nor clipped, it is SCMoE-PFL's gate (scmoe_pfl.md section 11).
 
 A `Formula` takes the tensors of a gate's part. Between two networks nothing of it is in the processor's caches, so each
 call costs several times what it does in a loop: as much as possible is precomputed at load time, and one pass over the
@@ -13,9 +13,9 @@ logits gives energies and probabilities.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 Array = NDArray[np.float64]
 Floats = NDArray[np.floating]
 F = TypeVar("F", bound=np.floating)
+A = TypeVar("A", bound="Addable")
 Numbers = Mapping[str, NDArray[Any]]
 """The tensors of a gate's part by name."""
 
@@ -62,6 +63,27 @@ def log_softmax(scores: Array) -> Array:
     return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True)))
 
 
+class Addable(Protocol):
+    """An array of numpy or torch."""
+
+    def __add__(self, other: Any, /) -> Any: ...
+
+
+class Library(NamedTuple, Generic[A]):
+    """What the formula needs of numpy or torch, along the last axis."""
+
+    log_softmax: Callable[[A], A]
+    logsumexp: Callable[[A], A]
+
+
+NUMPY: Final[Library[Array]] = Library(log_softmax, lambda terms: np.asarray(np.logaddexp.reduce(terms, axis=-1)))
+
+
+def mixed(log_q: A, scores: A, library: Library[A]) -> A:
+    """Log p = log sum_k alpha_k exp q_k with alpha = softmax(s), along the last axis, (..., M) (fedge.md section 9)."""
+    return library.logsumexp(library.log_softmax(scores) + log_q)
+
+
 def calibrated(logits: Floats, prior: Array, by: Calibration) -> Array:
     """Log-probabilities q = log-softmax(l / T + kappa * pi) along the last axis; NaN where a logit is not finite."""
     with np.errstate(invalid="ignore"):
@@ -85,7 +107,7 @@ def log_weights(weights: Array) -> Array:
 
 
 def log_mixture(log_q: Array, scores: Array) -> Array:
-    """Log p = log sum_k alpha_k exp q_k, (n, C), with alpha = softmax(s).
+    """`mixed` for all classes, (n, C).
 
     Args:
         log_q: (M, n, C) log-probabilities of the candidates; one that is not finite for a sample is dropped there. None
@@ -94,10 +116,9 @@ def log_mixture(log_q: Array, scores: Array) -> Array:
     """
     usable = np.asarray(np.isfinite(log_q).all(axis=2)).T
     some = np.asarray(usable.any(axis=1))
-    log_alpha = log_softmax(np.where(usable, scores, -np.inf)[some])
-    clean = np.where(usable.T[:, :, None], log_q, 0.0)
+    clean = np.where(usable[:, None], np.moveaxis(log_q, 0, -1), 0.0)
     log_p = np.full(log_q.shape[1:], -math.log(log_q.shape[2]))
-    log_p[some] = np.logaddexp.reduce(log_alpha.T[:, :, None] + clean[:, some], axis=0)
+    log_p[some] = mixed(clean[some], np.where(usable, scores, -np.inf)[some, None], NUMPY)
     return log_p
 
 

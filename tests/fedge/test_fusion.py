@@ -12,8 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import deploy
-from edge_agent.gate import _selected, train_gate
-from edge_agent.gate import log_mixture as trained_log_p
+from edge_agent.gate import TORCH, _selected, train_gate
 from export import GateWeights, Guard
 from export.graph import gate_tensors
 from fedge.fusion import (
@@ -27,6 +26,7 @@ from fedge.fusion import (
     guarding,
     log_mixture,
     log_weights,
+    mixed,
     prepared,
     shifted,
 )
@@ -89,10 +89,10 @@ def test_numpy_in_both_precisions_torch_and_the_graph_are_one_formula(tmp_path, 
     scores = log_weights(np.array([c.weight for c in mixture.candidates])) + counted(how, energies)
     log_q = np.stack([calibrated(row, mixture.log_prior, c) for row, c in zip(logits, mixture.candidates, strict=True)])
     experts = torch.tensor(mixture.experts if len(mixture.experts) > top else ())
-    log_alpha = torch.log_softmax(_selected(torch.from_numpy(scores + r), experts, top), dim=1).float()
-    np.testing.assert_allclose(log_alpha.exp(), weights, atol=1e-4)
+    selected = _selected(torch.from_numpy(scores + r), experts, top).float()
+    np.testing.assert_allclose(torch.softmax(selected, dim=1), weights, atol=1e-4)
     log_p = log_q[:, np.arange(n), y].T
-    trained = trained_log_p(log_alpha, torch.from_numpy(log_p).float())
+    trained = mixed(torch.from_numpy(log_p).float(), selected, TORCH)
     if guard is None:
         np.testing.assert_allclose(trained, np.log(p[np.arange(n), y]), atol=1e-3)
         if not len(experts):
@@ -233,7 +233,7 @@ def test_the_gate_is_trained_through_this_formula():
     log_p, scores = log_q[:, np.arange(30), y].T, np.tile(np.log([0.5, 0.3, 0.2]), (30, 1))
     gate = train_gate(x, log_p, scores, seed=1, experts=(0, 1, 2), top=3)
     reached = scores + scores_of(gate, x)
-    found = trained_log_p(torch.from_numpy(reached).log_softmax(dim=1).float(), torch.from_numpy(log_p).float())
+    found = mixed(torch.from_numpy(log_p).float(), torch.from_numpy(reached).float(), TORCH)
     assert found.numpy() == pytest.approx(log_mixture(log_q, reached)[np.arange(30), y], abs=1e-5)
     assert found.mean() > log_mixture(log_q, scores)[np.arange(30), y].mean()
 
