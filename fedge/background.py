@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
 import os
 import signal
 import threading
@@ -11,7 +10,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, TypeVar
 
-from fedge.stopping import INTERRUPTED, hear_no_more
+from fedge.stopping import INTERRUPTED
 
 T = TypeVar("T")
 
@@ -33,7 +32,6 @@ def on_signal(act: Callable[[], object], *, within_s: float | None = None) -> No
         if within_s is not None:
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, lambda *_: os._exit(INTERRUPTED))
-            atexit.register(hear_no_more)
             end = threading.Timer(within_s, os._exit, (INTERRUPTED,))
             end.daemon = True
             end.start()
