@@ -33,7 +33,7 @@ from coordinator.methods.cohort import NO_CLUSTERS, SELECTIONS, ChoosingState, t
 from coordinator.protection import without_noise
 from coordinator.server_data import ServerData, Trunk
 from export.gate import gate_onnx
-from fedge.errors import ConfigError, ProtocolError
+from fedge.errors import ConfigError
 from fedge.messages import BlobRef, Share, Why
 from fedge.models.training import torch_device
 from fedge.step import Declined
@@ -86,14 +86,13 @@ DEFAULT_STANDS: Final = "its default stands"
 
 
 class Diagnostics(Struct, frozen=True, kw_only=True):
-    """Of a round (section 13). `refused`: devices whose model was not finite."""
+    """Of a round (section 13)."""
 
     round: int
     overlap: float
     spread: float
     gate_maximum: float
     collapsed: bool
-    refused: tuple[str, ...] = ()
 
 
 class FedCoEState(ChoosingState, frozen=True, kw_only=True):
@@ -228,23 +227,17 @@ class FedCoE(Method[FedCoEState]):
 
     async def _aggregated(self, state: FedCoEState, fleet: Fleet, updates: dict[str, Trained]) -> FedCoEState:
         """Scores, correlation, experts (Eq. 9), gate, clients (Eq. 11)."""
-        valid = {i: u for i, u in updates.items() if self._is_finite(state, fleet, i, u)}
-        refused = tuple(i for i in updates if i not in valid)
-        if not valid:
-            log.warning("event=no_valid_client round=%s refused=%s", state.round + 1, refused)
-            return state
-
-        factors = lengths(self, fleet, valid, state.layout)
+        factors = lengths(self, fleet, updates, state.layout)
 
         def clients() -> Iterator[Model]:
             """theta_Ci, one at a time: read twice, so that only one is in memory."""
-            return (self._trained(state, fleet, i, update, *factors[i]) for i, update in valid.items())
+            return (self._trained(state, fleet, i, update, *factors[i]) for i, update in updates.items())
 
         a = await asyncio.to_thread(lambda: self.server_data.scores(clients()))  # Eq. 5
         p = self._routing(state, fleet)  # Eq. 6
         m = correlation.correlation(p, a)  # Eq. 7
         m_e, m_c = correlation.by_expert(m), correlation.by_client(m)  # Eq. 8
-        n_top = len(valid) if self.options.n_experts == 1 else -(-len(valid) // 2)  # one expert: all (section 11)
+        n_top = len(updates) if self.options.n_experts == 1 else -(-len(updates) // 2)  # one expert: all (section 11)
         selected = correlation.select(m_c if self.preset.ranking == "affinity" else m_e, n_top)
         w = correlation.expert_weights(m, selected)  # Eq. 10
         old = self._experts(state, fleet)
@@ -253,10 +246,10 @@ class FedCoE(Method[FedCoEState]):
             correlation.interpolate(expert, new, self.preset.tau) for expert, new in zip(old, towards, strict=True)
         ]  # Eq. 9
         own = {}
-        for k, (i, client) in enumerate(zip(valid, clients(), strict=True)):
+        for k, (i, client) in enumerate(zip(updates, clients(), strict=True)):
             (mix,) = correlation.mixed(experts, m_c[:, k][None, :])
             own[i] = _put(fleet, correlation.interpolate(client, mix, self.preset.tau), state.layout)  # Eq. 11
-        diagnostics = self._diagnose(state.round + 1, selected, experts, p, refused)
+        diagnostics = self._diagnose(state.round + 1, selected, experts, p)
         state = self._with_experts(state, fleet, experts)
         every = self.preset.refresh_every
         if every and (state.round + 1) % every == 0:
@@ -273,19 +266,13 @@ class FedCoE(Method[FedCoEState]):
         fleet: Fleet,
         device_id: str,
         update: Trained,
-        of_params: float = 1.0,
-        of_buffers: float = 1.0,
+        of_params: float,
+        of_buffers: float,
     ) -> Model:
         """theta_Ci after local training; `of_params`, `of_buffers`: factors of the change."""
         start, change = fleet.get(self.serves(state, device_id), state.layout), fleet.get(update.update, state.layout)
         params = start.params + np.float32(of_params) * change.params
         return Model(params, np.float32(of_buffers) * change.buffers, change.counters)
-
-    def _is_finite(self, state: FedCoEState, fleet: Fleet, device_id: str, update: Trained) -> bool:
-        try:
-            return bool(np.isfinite(self._trained(state, fleet, device_id, update).params).all())
-        except ProtocolError:
-            return False
 
     def _experts(self, state: FedCoEState, fleet: Fleet) -> list[Model]:
         return [fleet.get(expert, state.layout) for expert in state.experts]
@@ -300,7 +287,6 @@ class FedCoE(Method[FedCoEState]):
         selected: tuple[correlation.Indices, ...],
         experts: list[Model],
         p: correlation.Array,
-        refused: tuple[str, ...],
     ) -> Diagnostics:
         """Overlap, spread and gate maximum; a warning where the experts have become one (section 13)."""
         overlap, spread = correlation.overlap(selected), correlation.spread(experts)
@@ -308,18 +294,15 @@ class FedCoE(Method[FedCoEState]):
         merged = overlap == 1 and spread < COLLAPSED_SPREAD
         collapsed = len(experts) > 1 and (merged or gate_maximum < 1 / len(experts) + UNIFORM_GATE)
         log.log(
-            logging.WARNING if collapsed or refused else logging.DEBUG,  # the summary has it
-            "event=%s round=%s overlap=%.3f spread=%.3g gate_maximum=%.3f refused=%s",
+            logging.WARNING if collapsed else logging.DEBUG,  # the summary has it
+            "event=%s round=%s overlap=%.3f spread=%.3g gate_maximum=%.3f",
             "collapse" if collapsed else "experts",
             r,
             overlap,
             spread,
             gate_maximum,
-            refused,
         )
-        return Diagnostics(
-            round=r, overlap=overlap, spread=spread, gate_maximum=gate_maximum, collapsed=collapsed, refused=refused
-        )
+        return Diagnostics(round=r, overlap=overlap, spread=spread, gate_maximum=gate_maximum, collapsed=collapsed)
 
     # ------------------------------------------------------------------------------------------ section 7: cold start
 

@@ -20,7 +20,7 @@ from coordinator.methods.fedcoe import PRESETS, FedCoE, FedCoEState, Preset
 from coordinator.simulation.rounds import run
 from edge_agent.worker import Worker
 from fedge import preprocess
-from fedge.errors import ConfigError, ProtocolError
+from fedge.errors import ConfigError
 from fedge.messages import BlobRef, Codec
 from fedge.sgd import Sgd
 from fedge.step import Declined, Failed
@@ -361,45 +361,6 @@ async def test_an_unresponsive_round_and_one_with_too_few_reports_change_nothing
     fleet.unresponsive = frozenset({"d00"})
     method.settings = msgspec.structs.replace(method.settings, min_reports=4)
     assert (await method.advance(before, fleet)).experts == before.experts
-
-
-class Corrupting(Fleet):
-    """The updates of `corrupt` cannot be decoded, those of `huge` make the model infinite."""
-
-    corrupt: frozenset[str] = frozenset()
-    huge: frozenset[str] = frozenset()
-
-    async def run(self, step: str, actions: Any) -> dict[str, Answer]:
-        answers = await super().run(step, actions)
-        self.owner = {a.result.update.digest: i for i, a in answers.items() if hasattr(a.result, "update")}
-        return answers
-
-    def get(self, ref: BlobRef, layout: Layout) -> Model:
-        owner = getattr(self, "owner", {}).get(ref.digest)
-        if owner in self.corrupt:
-            raise ProtocolError("not-finite", owner)
-        model = super().get(ref, layout)
-        if owner in self.huge:
-            return Model(np.full_like(model.params, np.inf), model.buffers, model.counters)
-        return model
-
-
-async def test_models_that_are_not_finite_are_left_out_and_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    made, layout, first = federation(tmp_path, n=4)
-    fleet = Corrupting(TASK, layout, made.workers, seed=0)
-    fleet._blobs = made._blobs
-    method = method_of()
-    fleet.corrupt, fleet.huge, fleet.round = frozenset({"d00"}), frozenset({"d02"}), 1
-    state = await method.advance(method.init(layout, first), fleet)
-    assert state.diagnostics[0].refused == ("d00", "d02")
-    assert set(state.clients) == {"d01", "d03"}
-    assert all(np.isfinite(fleet.get(ref, layout).params).all() for ref in state.experts)
-    fleet.corrupt = frozenset({"d00", "d01", "d02", "d03"})
-    again = await method.advance(state, fleet)
-    assert (again.experts, again.clients, again.round) == (state.experts, state.clients, 2)
-    assert "event=no_valid_client" in caplog.text
 
 
 async def test_refusals_at_the_end_leave_the_others_alone(tmp_path: Path) -> None:
