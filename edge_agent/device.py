@@ -34,7 +34,6 @@ from fedge.tensors import Model, digest_of, flatten, from_bytes, to_bytes
 
 if TYPE_CHECKING:
     from edge_agent.room import Stored
-    from edge_agent.worker import Worker
     from export import Mixture, Pool
     from fedge.codec import Norms
     from fedge.models.training import Network
@@ -182,11 +181,38 @@ def repeatable(order: Order) -> Source:
 
 @dataclass
 class Device:
-    """One device during one order. `blobs`, `unpacked`: what its result refers to."""
+    """One device during one order.
 
-    _worker: Worker
+    Attributes:
+        id: the device's name in the federation.
+        task: what is learned.
+        fingerprint: of the task.
+        data: the device's samples.
+        home: its own folder, for what lasts across federations.
+        steps: the steps that it knows, by name.
+        min_cohort: fewest devices in a masked sum, as the owner sets it.
+        budget: the owner's privacy budget for all orders together.
+        order: what it is asked.
+        source: random bytes for this order's noise; only a simulation can repeat them.
+        fetch: the bytes of a blob that the action names.
+        stop: whether to stop, asked between batches.
+        blobs: what the result refers to, by digest.
+        unpacked: the same, of updates that are not encoded yet.
+        untimed_s: see `untimed`.
+    """
+
+    id: str
+    task: TaskSpec
+    fingerprint: str
+    data: DeviceData
+    home: Path
+    steps: Steps
+    min_cohort: int
+    budget: Budget
     order: Order
+    source: Source
     fetch: Fetch
+    _network: Callable[[], Network]
     stop: Stop = never
     blobs: dict[str, bytes] = field(default_factory=dict)
     unpacked: dict[str, Unpacked] = field(default_factory=dict)
@@ -201,33 +227,13 @@ class Device:
         finally:
             self.untimed_s += time.perf_counter() - began
 
-    @property
-    def id(self) -> str:
-        """The device's name in the federation."""
-        return self._worker.id
-
-    @property
-    def task(self) -> TaskSpec:
-        """What is learned."""
-        return self._worker.task
-
-    @property
-    def fingerprint(self) -> str:
-        """Of the task."""
-        return self._worker.fingerprint
-
-    @property
-    def data(self) -> DeviceData:
-        """The device's samples."""
-        return self._worker.data
-
     @cached_property
     def network(self) -> Network:
         """The task's network, shared by all devices of a thread: do not rely on its present weights."""
         frozen = weights.needed_on_devices(self.task)
         if frozen is not None and not weights.has(frozen.digest):
             weights.keep(self.fetch(frozen))
-        return self._worker.network
+        return self._network()
 
     @property
     def layout(self) -> Layout:
@@ -247,31 +253,6 @@ class Device:
     def files(self) -> Files:
         """Durable files of this federation and method."""
         return Files(self.home, self.order.run, self.order.round)
-
-    @property
-    def home(self) -> Path:
-        """The device's own folder, for what lasts across federations."""
-        return self._worker.home
-
-    @property
-    def steps(self) -> Steps:
-        """The steps that the device knows, by name."""
-        return self._worker.steps
-
-    @property
-    def min_cohort(self) -> int:
-        """Fewest devices in a masked sum, as the owner sets it."""
-        return self._worker.min_cohort
-
-    @property
-    def budget(self) -> Budget:
-        """The owner's privacy budget for all orders together."""
-        return self._worker.budget
-
-    @cached_property
-    def source(self) -> Source:
-        """Random bytes for this order's noise; only a simulation can repeat them."""
-        return self._worker.source(self.order)
 
     # ------------------------------------------------------------------------------------------------------- models
 

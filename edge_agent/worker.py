@@ -128,7 +128,21 @@ class Worker:
 
     def device(self, order: Order, fetch: Fetch, stop: Stop = never) -> Device:
         """What a step may use during this order."""
-        return Device(self, order, fetch, stop)
+        return Device(
+            id=self.id,
+            task=self.task,
+            fingerprint=self.fingerprint,
+            data=self.data,
+            home=self.home,
+            steps=self.steps,
+            min_cohort=self.min_cohort,
+            budget=self.budget,
+            order=order,
+            source=self.source(order),
+            fetch=fetch,
+            _network=lambda: self.network,
+            stop=stop,
+        )
 
     def execute(self, order: Order, fetch: Fetch, *, stop: Stop = never, action: Action | None = None) -> Finished:
         """Carry out an order.
