@@ -285,10 +285,9 @@ class Store:
         rows = self._read(f"{ENTRY} WHERE id = $1", order_id)
         return _entry(rows[0]) if rows else None
 
-    def entries(self, number: int, label: str | None = None) -> tuple[Entry, ...]:
-        """All orders of a round, or of one of its steps, by label and device id."""
-        which = "round = $1 AND label = coalesce($2, label) ORDER BY label, device_id"
-        return tuple(map(_entry, self._read(f"{ENTRY} WHERE {which}", number, label)))
+    def entries(self, number: int) -> tuple[Entry, ...]:
+        """All orders of a round, by label and device id."""
+        return tuple(map(_entry, self._read(f"{ENTRY} WHERE round = $1 ORDER BY label, device_id", number)))
 
     def streamed(self, number: int) -> tuple[Entry, ...]:
         """The streamed orders whose answers were not handed out in an earlier round.
