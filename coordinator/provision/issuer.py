@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import datetime as dt
 import ipaddress
-import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,8 +38,6 @@ from fedge.files import locked, write_atomically
 from fedge.identity import CRL, Role, Subject, subject_of
 from fedge.kit import Kit, seal
 from fedge.task import TaskSpec
-
-log = logging.getLogger("fedge.provision")
 
 CA_KEY: Final = "ca.key"
 SETTINGS: Final = "federation.json"
@@ -148,33 +145,9 @@ class Issuer:
         with locked(self.folder, None):
             self._holds = True
             try:
-                if not self.members_file.exists():
-                    self._take_over()
                 yield
             finally:
                 self._holds = False
-
-    def _take_over(self) -> None:
-        """Create our own lists from the copies, for a folder from before the lists were separate.
-
-        Raises:
-            ConfigError: they are missing, or a revocation list is not by this authority.
-        """
-        files = [self.folder / role / CRL for role in KNOW_REVOKED]
-        lists = [self._genuine(file) for file in files if file.exists()]
-        if not lists:
-            raise ConfigError(f"there is no {files[0]}: bring it back from a backup")
-        revoked = {number: at for known in lists for number, at in _entries(known).items()}
-        found = read_members(self.folder / Role.COORDINATOR / MEMBERS)
-        members = {
-            name: msgspec.structs.replace(member, revoked=_text(at))
-            if member.revoked is None and (at := revoked.get(int(member.serial, 16))) is not None
-            else member
-            for name, member in found.members.items()
-        }
-        self._sign_revoked(revoked, number=1 + max(map(_number, lists)))
-        self._write_members(msgspec.structs.replace(found, members=members))
-        log.warning("event=lists_taken_over from=%s to=%s", self.folder / Role.COORDINATOR, self.folder)
 
     # ------------------------------------------------------------------------------------------------- certificates
 

@@ -296,23 +296,12 @@ def test_a_list_that_the_authority_has_not_signed_is_not_gone_on_with(authority:
         authority.issuer.revoke("status")
 
 
-def test_a_folder_without_lists_of_its_own_takes_over_the_copies_once(
-    authority: Authority, caplog: pytest.LogCaptureFixture
-) -> None:
-    first = enlist(authority, "cam1")
+def test_the_copies_do_not_stand_in_for_a_list_that_is_lost(authority: Authority) -> None:
+    authority.issuer.members_file.unlink()
     before = copies(authority)
-    authority.issuer.revoke("cam1")
-    put(authority, before)  # the broker's list still has it
-    for name in ("members.json", "crl.pem"):
-        (authority.folder / name).unlink()
-    enlist(authority, "cam2")
-    authority.issuer.revoke("cam2")
-    assert caplog.text.count("event=lists_taken_over") == 1
-    for part in ("", "coordinator"):
-        members = read_members(authority.folder / part / "members.json")
-        assert not members.admits("cam1", Role.DEVICE)
-        assert members.admits("status", Role.STATUS)
-    assert first.serial_number in revoked_in(authority.folder / "coordinator")
+    with pytest.raises(ConfigError, match=f"{authority.issuer.members_file} is not there"):
+        authority.issuer.revoke("status")
+    assert copies(authority) == before
 
 
 @pytest.mark.process
