@@ -11,8 +11,8 @@ from functools import cache
 from typing import Final, NamedTuple
 
 import msgspec
-import numpy as np
 
+from coordinator.aggregation import rules
 from coordinator.fleet import Answer, Seen
 from fedge.codec import Norms
 from fedge.errors import ProtocolError
@@ -28,8 +28,6 @@ samples 12 times. Where each cluster has its own model this is not enough: one m
 begins."""
 FACTOR_OF_START: Final = 10.0
 """Times the norm of the model that the update changes: honest training does not move weights that far."""
-FEWEST: Final = 3
-"""Fewest values whose median shows what is usual."""
 SUSPECT: Final = 5.0
 """Times the median of a step: an update that is longer, and longer than the model that it changes, is evidence against
 its device (`coordinator.fleet.quarantine`). It still counts: an average shortens it. After convergence honest norms
@@ -65,9 +63,10 @@ def limited(
         norms_of_start: of the model that a device trained; requested for those above a median's limit.
         seen: earlier updates, which count in the medians as well.
     """
-    usual = [_limit([norm[part] for norm in (*(s.norms for s in seen), *norms.values())]) for part in range(2)]
+    medians = [rules.usual([n[part] for n in (*(s.norms for s in seen), *norms.values())]) for part in range(2)]
+    usual, middle = [FACTOR * median for median in medians], medians[0]
     claims = [a.result.n_samples for a in answers.values() if isinstance(a.result, Trained)]
-    most, middle = _limit([*(s.n_samples for s in seen), *claims]), usual[0] / FACTOR
+    most = FACTOR * rules.usual([*(s.n_samples for s in seen), *claims])
     found = Believed(dict(answers), {}, {})
     for i, answer in answers.items():
         result = answer.result
@@ -142,9 +141,3 @@ class OneByOne:
 
 def _beyond(norms: Iterable[float], limits: Iterable[float]) -> bool:
     return any(norm > limit for norm, limit in zip(norms, limits, strict=True))
-
-
-def _limit(values: list[float] | list[int]) -> float:
-    """100 times the median of the positive values; infinite for fewer than three."""
-    positive = [value for value in values if value > 0]
-    return FACTOR * float(np.median(positive)) if len(positive) >= FEWEST else np.inf
