@@ -23,13 +23,7 @@ from coordinator.aggregation.correction import Vector, correction_step, mean_dir
 from coordinator.clustering import Clustering, aidc
 from coordinator.fleet import Device, Fleet
 from coordinator.fleet.versions import put_after
-from coordinator.methods import (
-    Method,
-    accepted,
-    grouping,
-    round_done,
-    round_rng,
-)
+from coordinator.methods import Method, accepted, grouping, round_done, round_rng
 from coordinator.methods.averaging import averages
 from coordinator.methods.cohort import bandit_of
 from coordinator.methods.grouping import Choices, Description

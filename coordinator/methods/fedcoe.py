@@ -19,15 +19,7 @@ from msgspec import Meta, Struct
 
 from coordinator.aggregation import correlation
 from coordinator.fleet import Fleet
-from coordinator.methods import (
-    Method,
-    insist,
-    install,
-    next_release,
-    results,
-    round_done,
-    round_rng,
-)
+from coordinator.methods import Method, insist, install, next_release, results, round_done, round_rng
 from coordinator.methods.averaging import lengths
 from coordinator.methods.cohort import NO_CLUSTERS, SELECTIONS, ChoosingState, train_cohort
 from coordinator.protection import without_noise

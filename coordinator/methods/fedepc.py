@@ -33,15 +33,7 @@ from coordinator.clustering import Clustering, aidc, mctc
 from coordinator.clustering.aidc import Place
 from coordinator.extractor import check_samples, trained_extractor
 from coordinator.fleet import Device, Fleet
-from coordinator.methods import (
-    Method,
-    accepted,
-    grouping,
-    install,
-    mean_loss,
-    round_done,
-    round_rng,
-)
+from coordinator.methods import Method, accepted, grouping, install, mean_loss, round_done, round_rng
 from coordinator.methods.averaging import average, averages
 from coordinator.methods.grouping import Choices, Description
 from coordinator.methods.server_optimizer import apply_mean

@@ -14,15 +14,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from coordinator.fleet import Fleet
-from coordinator.methods import (
-    Method,
-    State,
-    insist,
-    install,
-    make,
-    results,
-    round_rng,
-)
+from coordinator.methods import Method, State, insist, install, make, results, round_rng
 from coordinator.methods.cohort import NO_CLUSTERS, SELECTIONS
 from coordinator.methods.personal_layers import PersonalLayers, PersonalState
 from coordinator.protection import without_noise

@@ -23,13 +23,7 @@ from coordinator.aggregation.guarded import believed
 from coordinator.clustering import Directions, by_label, find_clusters, mctc
 from coordinator.fleet import Fleet
 from coordinator.fleet.versions import put_after
-from coordinator.methods import (
-    Method,
-    insist,
-    results,
-    round_done,
-    round_rng,
-)
+from coordinator.methods import Method, insist, results, round_done, round_rng
 from coordinator.methods.averaging import averages
 from coordinator.methods.cohort import SELECTIONS, ChoosingState, train_cohort
 from coordinator.methods.grouping import offered
