@@ -27,7 +27,7 @@ from fedge.bundle import decode as decode_manifest
 from fedge.errors import ConfigError, ProtocolError
 from fedge.files import version_of
 from fedge.identity import Role, Subject
-from fedge.messages import Announcement, FileRef, Health, Rollout, RolloutState, decode, encode
+from fedge.messages import FileRef, Health, Rollout, RolloutState, decode, encode
 from fedge.sealed import Signed, speaker
 from fedge.tensors import digest_of
 from fedge.topics import Topics
@@ -59,7 +59,7 @@ class Release:
         Raises:
             ConfigError: no such target, or a part of it is damaged.
         """
-        self._repository = repository
+        self.repository = repository
         self._timestamp = repo / "metadata" / "timestamp.json"
         self._target = target
         self._signed: tuple[int, int, int] | None = (-1, -1, -1)
@@ -75,7 +75,7 @@ class Release:
 
     def _require_whole(self, name: str, digest: str) -> None:
         """Refuse a release with a part that differs from what was signed: no device could take it."""
-        path = self._repository.parts.path(digest)
+        path = self.repository.parts.path(digest)
         try:
             with path.open("rb") as file:
                 found = hashlib.file_digest(file, "sha256").hexdigest()
@@ -91,26 +91,18 @@ class Release:
     def refresh(self) -> None:
         """Load new signatures."""
         while (signed := version_of(self._timestamp)) != self._signed:  # repeat if it was signed meanwhile
-            self._files = {name: path.read_bytes() for name, path in self._repository.files(self._target).items()}
+            self._files = {name: path.read_bytes() for name, path in self.repository.files(self._target).items()}
             self._bytes = {digest_of(data): data for data in self._files.values()}
             self.metadata = {
                 name: FileRef(digest=digest_of(data), size_bytes=len(data)) for name, data in self._files.items()
             }
             self._signed = signed
 
-    def announce(self, rollout: Rollout, federation: str) -> Announcement:
-        """The rollout, signed for the devices of a federation.
-
-        Raises:
-            ConfigError: the repository's timestamp key is missing.
-        """
-        return self._repository.announce(rollout, federation)
-
     def source(self, digest: str) -> Path | bytes | None:
         """The bytes of an announced file."""
         if digest in self._bytes:
             return self._bytes[digest]
-        parts = self._repository.parts
+        parts = self.repository.parts
         return parts.path(digest) if digest in self._parts and digest in parts else None
 
 
@@ -166,7 +158,7 @@ class Supervisor:
             StoreError: the state cannot be written; what was published had been written before.
             TransportError: the broker refused us for good.
         """
-        self._release.announce(message(self._plan, self._progress, {}), self._federation)
+        self._release.repository.announce(message(self._plan, self._progress, {}), self._federation)
         await self._transport.subscribe(self._topics.agent("+", "health"), self._on_health)
         await self._transport.subscribe(self._topics.agent("+", "release-wants"), self._on_want)
         await self._signed.follow(self._transport, self._topics)
@@ -205,7 +197,7 @@ class Supervisor:
         if rollout != self._said:
             self._version = max(self._version + 1, int(1000 * now))  # even if the folder of an earlier one is lost
             self._keep(self._progress)
-            signed = self._release.announce(replace(rollout, version=self._version), self._federation)
+            signed = self._release.repository.announce(replace(rollout, version=self._version), self._federation)
             await self._transport.publish(self._topics.rollout, encode(signed), retain=True)
             self._said = rollout
 
