@@ -21,6 +21,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 import msgspec
@@ -35,6 +36,7 @@ from coordinator.extractor import check_samples, trained_extractor
 from coordinator.fleet import Device, Fleet
 from coordinator.methods import Method, accepted, grouping, install, mean_loss, round_done, round_rng
 from coordinator.methods.averaging import average, averages
+from coordinator.methods.cohort import bandit_of
 from coordinator.methods.grouping import Choices, Description
 from coordinator.methods.server_optimizer import apply_mean
 from coordinator.methods.unresponsive import AskingState, ask, awake
@@ -160,13 +162,11 @@ class FedEpc(Method[FedEpcState]):
         self._bandit = self.bandit()
 
     def bandit(self) -> ccmab.Settings:
-        """Of the clusters' bandits."""
-        everybody = self.settings.participation == 1
-        return ccmab.Settings(
-            quota=self.settings.participation,
-            deadline_s=deadline_s(self.options, everybody=everybody),
-            budget_s=self.options.budget,
-        )
+        """Of the clusters' bandits; by default there is no deadline where everybody trains."""
+        common, deadline = bandit_of(self.settings), self.options.deadline
+        if deadline != "quantile":
+            common = replace(common, deadline_s=math.inf if deadline == "none" else deadline)
+        return replace(common, budget_s=self.options.budget)
 
     def init(self, layout: Layout, model: BlobRef) -> FedEpcState:
         """The state before round 1."""
@@ -385,13 +385,6 @@ class FedEpc(Method[FedEpcState]):
             "clusters": {str(k): list(cluster.members) for k, cluster in enumerate(state.clusters)},
             "converged": [k for k, cluster in enumerate(state.clusters) if cluster.converged],
         }
-
-
-def deadline_s(options: Options, *, everybody: bool) -> float | None:
-    """T_max of the bandit, None for the quantile; by default no limit where everybody trains."""
-    if isinstance(options.deadline, float):
-        return options.deadline
-    return math.inf if everybody or options.deadline == "none" else None
 
 
 def without(clusters: Iterable[Cluster], ids: Collection[str]) -> tuple[Cluster, ...]:

@@ -15,7 +15,6 @@ from coordinator.methods.fedepc import (
     FedEpc,
     FedEpcState,
     RoundLoss,
-    deadline_s,
     has_converged,
     inherited,
     without,
@@ -442,11 +441,10 @@ async def test_a_cluster_of_devices_that_are_all_too_slow_skips_three_rounds(tmp
 
 
 def test_deadlines() -> None:
-    options = method().options
-    assert deadline_s(options, everybody=True) == math.inf
-    assert deadline_s(options, everybody=False) is None
-    assert deadline_s(method(deadline="none").options, everybody=False) == math.inf
-    assert deadline_s(method(deadline=3).options, everybody=True) == 3.0
+    assert method().bandit().deadline_s == math.inf
+    assert method(participation=0.5).bandit().deadline_s is None
+    assert method(participation=0.5, deadline="none").bandit().deadline_s == math.inf
+    assert method(deadline=3).bandit().deadline_s == 3.0
 
 
 @pytest.mark.parametrize(
