@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -21,28 +22,48 @@ from edge_agent.device import Unpacked
 from edge_agent.worker import Finished, Worker
 from fedge import codec, models
 from fedge.bundle import Manifest
-from fedge.messages import BlobRef, Role
+from fedge.messages import BlobRef, Role, Why
 from fedge.models.training import CPU
-from fedge.step import Action
+from fedge.step import Action, Declined
 from fedge.tasks import DeviceData, Partitioning, partition, pool, share_data
 from fedge.tasks.partition import Groups
 from fedge.tensors import Layout, Model, unflatten
 from tests.support.orders import manifest_of
 
+A = TypeVar("A", bound=Action)
+
 
 class Fleet(SimulatedFleet):
-    """A simulated fleet whose `unresponsive` devices never answer. `asked`: every round, label and device, in order.
+    """A simulated fleet whose `unresponsive` devices never answer.
 
-    `absent`: devices that are not there; `incarnations`: of the devices, where they have one.
+    `asked`: every round, label and device, in order; `orders`: the same with the action; `heard`: all answers.
+    `absent`: devices that are not there; `drifting`: whose data have changed; `incarnations`: of the devices that have
+    one. A test sets `before` to learn of a step before it begins, and `change` to falsify its answers.
     """
 
     unresponsive: frozenset[str] = frozenset()
     absent: frozenset[str] = frozenset()
+    drifting: frozenset[str] = frozenset()
     incarnations: Mapping[str, str] = {}
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.asked: list[tuple[int, str, str]] = []
+        self.orders: list[tuple[int, str, str, Action]] = []
+        self.heard: list[Answer] = []
+        self.before: Callable[[str, Mapping[str, Action]], object] = lambda *_: None
+        self.change: Callable[[str, dict[str, Answer]], object] = lambda *_: None
 
     def devices(self) -> tuple[Device, ...]:
         there = (d for d in super().devices() if d.id not in self.absent)
-        return tuple(dataclasses.replace(d, incarnation=self.incarnations.get(d.id, "")) for d in there)
+        return tuple(
+            dataclasses.replace(d, incarnation=self.incarnations.get(d.id, ""), drift=d.id in self.drifting)
+            for d in there
+        )
+
+    def sent(self, kind: type[A]) -> dict[str, A]:
+        """The last action of a kind that each device was asked for."""
+        return {device: action for _, _, device, action in self.orders if isinstance(action, kind)}
 
     def data(self, device_id: str) -> DeviceData:
         return self.workers[device_id].data
@@ -53,9 +74,14 @@ class Fleet(SimulatedFleet):
         self.workers[device_id] = Worker(device_id, before.task, data, before.home)
 
     async def run(self, label: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
-        self.asked = [*getattr(self, "asked", []), *((self.round, label, device) for device in sorted(actions))]
+        self.before(label, actions)
+        self.orders += [(self.round, label, device, actions[device]) for device in sorted(actions)]
+        self.asked += [(self.round, label, device) for device in sorted(actions)]
         heard = await super().run(label, {i: a for i, a in actions.items() if i not in self.unresponsive})
-        return {i: heard.get(i, Answer(i, None)) for i in sorted(actions)}
+        answers = {i: heard.get(i, Answer(i, None)) for i in sorted(actions)}
+        self.change(label, answers)
+        self.heard += answers.values()
+        return answers
 
 
 def digits(
@@ -105,6 +131,21 @@ def manifests(fleet: Fleet, state: State) -> dict[str, Manifest]:
 def roles(fleet: Fleet, state: State) -> dict[str, tuple[Role, ...]]:
     """Of the candidates in these bundles."""
     return {i: tuple(c.role for c in manifest.candidates) for i, manifest in manifests(fleet, state).items()}
+
+
+def declining(*ids: str) -> Callable[[Sequence[batched.Job]], list[Finished]]:
+    """How a fleet carries out orders that some of its devices decline, and all of them from the second on."""
+    first: set[str] = set()
+
+    def execute(jobs: Sequence[batched.Job]) -> list[Finished]:
+        finished = batched.execute(jobs)
+        for k, job in enumerate(jobs):
+            if job.worker.id in {*ids, *first}:
+                finished[k] = Finished(Declined(why=Why.MEMORY, reason=""))
+            first.add(job.worker.id)
+        return finished
+
+    return execute
 
 
 def multiplying(by: float, *ids: str) -> Callable[[Sequence[batched.Job]], list[Finished]]:

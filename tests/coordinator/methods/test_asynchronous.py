@@ -9,14 +9,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from coordinator.fleet import Answer
 from coordinator.methods import MethodSettings
 from coordinator.methods.asynchronous import KEPT, buffered, discount
 from coordinator.methods.fedbuff import FedBuff
-from fedge.messages import Codec, Why
-from fedge.step import Declined
+from fedge.messages import Codec
 from fedge.steps.train import Start, Train
-from tests.support.simulation import digits, multiplying
+from tests.support.simulation import declining, digits, multiplying
 
 
 def test_what_an_update_counts() -> None:
@@ -63,18 +61,10 @@ async def test_as_many_work_at_a_time_as_take_part(tmp_path: Path) -> None:
     assert len({key.partition("/")[0] for key in buffer.updates}) > 2
 
 
-async def test_who_declines_is_not_asked_again_in_this_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_declines_is_not_asked_again_in_this_step(tmp_path: Path) -> None:
     """Where nobody is left who works, the step is made of what has come."""
     fleet, fill = await federation(tmp_path, (1.0, 2.0))
-    answer = fleet._answer
-
-    def answered(order: Any, *given: Any) -> Answer:
-        found = answer(order, *given)
-        again = order.order.label != "train-0"
-        declines = found.device_id == "d00" or again
-        return dataclasses.replace(found, result=Declined(why=Why.MEMORY, reason="")) if declines else found
-
-    monkeypatch.setattr(fleet, "_answer", answered)
+    fleet._execute = declining("d00")
     buffer = await fill(1, 10)
     assert list(buffer.updates) == ["d01/0"]
     assert buffer.asked == 3

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from coordinator.methods.fedavg import FedAvg
 from fedge.errors import ConfigError
 from fedge.messages import BlobRef, Codec
 from fedge.sgd import Sgd
-from fedge.step import Action
 from fedge.steps.mean_features import FeaturesMeasured, MeanFeatures
 from fedge.steps.train import Train
 from fedge.steps.train_dbe import TrainDbe
@@ -51,16 +49,9 @@ async def test_round_1_is_fedavgs_and_ends_with_the_mean_of_all_features(tmp_pat
 
 async def test_g_is_measured_once_and_every_later_round_is_drawn_to_it(tmp_path: Path) -> None:
     fleet, _, method, state = federation(tmp_path)
-    actions: list[tuple[int, Action]] = []
-    inner = fleet.run
-
-    async def watch(step: str, asked: Mapping[str, Action]) -> dict[str, Answer]:
-        actions.extend((fleet.round, action) for action in asked.values())
-        return await inner(step, asked)
-
-    fleet.run = watch  # type: ignore[method-assign]
     for _ in range(3):
         state = await next_round(method, state, fleet)
+    actions = [(number, action) for number, _, _, action in fleet.orders]
     assert [number for number, action in actions if isinstance(action, MeanFeatures)] == [1] * 4
     drawn = {
         (number, action.STEP, getattr(action, "global_mean", None))
@@ -75,17 +66,16 @@ async def test_g_is_measured_once_and_every_later_round_is_drawn_to_it(tmp_path:
 
 async def test_if_nobody_tells_a_mean_the_next_round_is_like_the_first(tmp_path: Path) -> None:
     fleet, _, method, state = federation(tmp_path)
-    inner = fleet.run
+    everybody = frozenset(fleet.workers)
 
-    async def no_means(step: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
-        if step == "mean":
-            return {i: Answer(i, None) for i in actions}
-        return await inner(step, actions)
+    def no_means(step: str, _: object) -> None:
+        fleet.unresponsive = everybody if step == "mean" else frozenset()
 
-    fleet.run = no_means  # type: ignore[method-assign]
+    fleet.before = no_means
     state = await next_round(method, state, fleet)
     assert (state.global_mean, method.kept_by(state)) == (None, None)
-    fleet.run = inner  # type: ignore[method-assign]
+    fleet.before = lambda *_: None
+    fleet.unresponsive = frozenset()
     state = await next_round(method, state, fleet)
     assert state.global_mean is not None
     assert not (tmp_path / "d00" / "kept").exists()
@@ -93,19 +83,16 @@ async def test_if_nobody_tells_a_mean_the_next_round_is_like_the_first(tmp_path:
 
 async def test_means_of_another_length_or_of_no_samples_change_nothing(tmp_path: Path) -> None:
     fleet, _, method, state = federation(tmp_path)
-    inner = fleet.run
 
-    async def odd(step: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
-        answers = await inner(step, actions)
+    def odd(step: str, answers: dict[str, Answer]) -> None:
         if step == "mean":
             d = len(answers["d00"].result.mean)  # type: ignore[union-attr]
             answers["d00"] = Answer("d00", FeaturesMeasured(mean=(9.0,) * (d + 1), n_samples=10**9))
             answers["d01"] = Answer("d01", FeaturesMeasured(mean=(9.0,) * d, n_samples=0))
             answers["d02"] = Answer("d02", FeaturesMeasured(mean=(1.0,) * d, n_samples=3))
             answers["d03"] = Answer("d03", FeaturesMeasured(mean=(5.0,) * d, n_samples=1))
-        return answers
 
-    fleet.run = odd  # type: ignore[method-assign]
+    fleet.change = odd
     state = await next_round(method, state, fleet)
     assert state.global_mean is not None
     np.testing.assert_allclose(fleet.get_tensors(state.global_mean)["mean"], (3 * 1 + 1 * 5) / 4)
@@ -125,17 +112,14 @@ async def test_the_offset_is_kept_over_the_rounds(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [1e300, 1e39])
 async def test_a_mean_that_is_no_float32_is_left_out(tmp_path: Path, number: float) -> None:
     fleet, _, method, state = federation(tmp_path)
-    inner = fleet.run
 
-    async def one_lies(step: str, asked: Mapping[str, Action]) -> dict[str, Answer]:
-        answers = await inner(step, asked)
+    def one_lies(_: str, answers: dict[str, Answer]) -> None:
         result = answers["d00"].result
         if isinstance(result, FeaturesMeasured):
             lie = FeaturesMeasured(mean=(number,) * len(result.mean), n_samples=2**53)
             answers["d00"] = Answer("d00", lie)
-        return answers
 
-    fleet.run = one_lies  # type: ignore[method-assign]
+    fleet.change = one_lies
     state = await next_round(method, state, fleet)
     assert state.global_mean is not None
     assert np.abs(fleet.get_tensors(state.global_mean)["mean"]).max() < 100

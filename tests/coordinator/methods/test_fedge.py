@@ -237,8 +237,13 @@ async def test_clusters_and_trial_rest_on_rounds_with_everybody(tmp_path) -> Non
     assert after.trial.ids == tuple(f"d{i:02d}" for i in range(6))
 
 
-async def test_of_very_many_devices_a_panel_is_everybody(tmp_path, monkeypatch) -> None:
+@pytest.fixture
+def panel_of_four(monkeypatch) -> None:
     monkeypatch.setattr(module, "PANEL", 4)
+
+
+@pytest.mark.usefixtures("panel_of_four")
+async def test_of_very_many_devices_a_panel_is_everybody(tmp_path) -> None:
     settings = MethodSettings(rounds=20, participation=0.5, sgd=Sgd(steps=5))
     fleet, layout, first, _ = digits(tmp_path)
     method = Fedge(settings)
@@ -252,8 +257,8 @@ async def test_of_very_many_devices_a_panel_is_everybody(tmp_path, monkeypatch) 
     assert state.history[-1].asked == 4
 
 
-async def test_with_full_participation_directions_are_the_panels_alone(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(module, "PANEL", 4)
+@pytest.mark.usefixtures("panel_of_four")
+async def test_with_full_participation_directions_are_the_panels_alone(tmp_path) -> None:
     fleet, layout, first, _ = digits(tmp_path)
     method = Fedge(MethodSettings(rounds=20, sgd=Sgd(steps=2)))
     state = await rounds(method, method.init(layout, first), fleet, module.WARM_UP + 1)
@@ -435,19 +440,18 @@ def thrice(step: str) -> list[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("step", ["train", "trial", "candidates", "weights-1", "energy"])
-async def test_a_device_that_falls_silent_in_any_step_costs_its_deadline_once(tmp_path, monkeypatch, step) -> None:
+async def test_a_device_that_stops_answering_in_any_step_costs_its_deadline_once(tmp_path, step) -> None:
     """But for the steps at the very end, if it had taken part: without a mixture all of its work was for nothing."""
     settings = MethodSettings(rounds=5, sgd=Sgd(steps=5))
     fleet, layout, first, _ = digits(tmp_path)
-    until_now, in_vain = fleet.run, []
+    in_vain = []
 
-    async def falls_silent(name, actions):
+    def stops_answering(name, actions):
         if name == step:
             fleet.unresponsive = frozenset(["d02"])
         in_vain.extend((fleet.round, name) for device in actions if device in fleet.unresponsive)
-        return await until_now(name, actions)
 
-    monkeypatch.setattr(fleet, "run", falls_silent)
+    fleet.before = stops_answering
     method = Fedge(settings)
     await run(method, method.init(layout, first), fleet)
     assert (
@@ -463,17 +467,14 @@ async def test_a_device_that_falls_silent_in_any_step_costs_its_deadline_once(tm
 
 
 @pytest.mark.parametrize("step", ["candidates", "gate"])
-async def test_where_everybody_misses_a_step_at_the_end_it_ends_in_mixtures_all_the_same(
-    tmp_path, monkeypatch, step
-) -> None:
+async def test_where_everybody_misses_a_step_at_the_end_it_ends_in_mixtures_all_the_same(tmp_path, step) -> None:
     fleet, layout, first, _ = digits(tmp_path, n=3)
-    everybody, until_now = frozenset(fleet.workers), fleet.run
+    everybody = frozenset(fleet.workers)
 
-    async def misses_one(name, actions):
+    def misses_one(name, _):
         fleet.unresponsive = everybody if name == step else frozenset()
-        return await until_now(name, actions)
 
-    monkeypatch.setattr(fleet, "run", misses_one)
+    fleet.before = misses_one
     method = Fedge(MethodSettings(rounds=2, sgd=Sgd(steps=5)))
     state = await run(method, method.init(layout, first), fleet)
     assert state.installed.keys() == everybody
@@ -826,13 +827,11 @@ async def test_a_late_joiner_after_the_end_gets_a_mixture_with_what_was_pooled(t
     assert await method.serve_late_joiners(after, fleet) == after
 
 
-async def test_a_device_that_drifts_after_the_end_gets_a_newer_bundle(tmp_path, monkeypatch) -> None:
+async def test_a_device_that_drifts_after_the_end_gets_a_newer_bundle(tmp_path) -> None:
     fleet, layout, first, _ = digits(tmp_path, n=4, limit=400)
     method = with_options(rounds=2)
     state = await run(method, method.init(layout, first), fleet)
-    everybody = fleet.devices()
-    drifting = tuple(dataclasses.replace(device, drift=device.id == "d02") for device in everybody)
-    monkeypatch.setattr(fleet, "devices", lambda: drifting)
+    fleet.drifting = frozenset(["d02"])
     fleet.asked.clear()
     fleet.round = state.round + 1
     after = await method.serve_late_joiners(state, fleet)

@@ -14,49 +14,31 @@ from fedge.steps.install import Install
 from tests.support.simulation import digits, predicted
 
 
-class Recorder:
-    """What devices are asked to do."""
-
-    def __init__(self, fleet) -> None:
-        self.fleet = fleet
-        self.actions: list[Install] = []
-
-    def devices(self):
-        return self.fleet.devices()
-
-    async def run(self, step, actions):
-        self.actions += actions.values()
-        return await self.fleet.run(step, actions)
-
-
 @pytest.mark.parametrize(
     ("rounds", "participation", "budget"), [(30, 1.0, 300), (30, 0.25, 75), (1, 0.01, 1), (0, 1.0, 1), (3, 0.55, 16)]
 )
 async def test_the_budget_is_what_a_device_would_have_had(tmp_path, rounds, participation, budget) -> None:
     fleet, layout, first, _ = digits(tmp_path, n=2, limit=60)
     method = make("local", MethodSettings(rounds=rounds, participation=participation, sgd=Sgd(steps=10)))
-    recorder = Recorder(fleet)
-    await method.advance(method.init(layout, first), recorder)
-    assert {action.fine_tune.checkpoints for action in recorder.actions} == {(budget,)}
+    await method.advance(method.init(layout, first), fleet)
+    assert {action.fine_tune.checkpoints for action in fleet.sent(Install).values()} == {(budget,)}
 
 
 async def test_passes_over_a_devices_own_samples_give_each_its_own_budget(tmp_path) -> None:
     fleet, layout, first, _ = digits(tmp_path, n=3, limit=120)
     method = make("local", MethodSettings(rounds=4, sgd=Sgd(epochs=2, batch_size=8)))
-    recorder = Recorder(fleet)
-    await method.advance(method.init(layout, first), recorder)
+    await method.advance(method.init(layout, first), fleet)
     expected = [4 * math.ceil(2 * device.n_samples / 8) for device in fleet.devices()]
-    assert [action.fine_tune.checkpoints for action in recorder.actions] == [(steps,) for steps in expected]
+    assert [action.fine_tune.checkpoints for action in fleet.sent(Install).values()] == [(steps,) for steps in expected]
 
 
 async def test_a_device_whose_samples_are_all_sensitive_takes_a_batch_in_each_pass(tmp_path) -> None:
     """It says 0 samples; with one step alone it would be no baseline."""
     fleet, layout, first, _ = digits(tmp_path, n=2, limit=60, sensitive=1.0)
     method = make("local", MethodSettings(rounds=4, sgd=Sgd(epochs=2, batch_size=8)))
-    recorder = Recorder(fleet)
-    await method.advance(method.init(layout, first), recorder)
+    await method.advance(method.init(layout, first), fleet)
     assert [device.n_samples for device in fleet.devices()] == [0, 0]
-    assert {action.fine_tune.checkpoints for action in recorder.actions} == {(4 * 2,)}
+    assert {action.fine_tune.checkpoints for action in fleet.sent(Install).values()} == {(4 * 2,)}
 
 
 async def test_every_device_installs_what_it_learned_from_all_its_samples_and_sends_nothing(tmp_path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from fedge.fusion import calibrated
 from fedge.messages import BlobRef, Codec, Role, blobs_of
 from fedge.models import initial
 from fedge.sgd import Sgd
-from fedge.step import Action, Declined, Failed
+from fedge.step import Declined, Failed
 from fedge.steps.install import Install
 from fedge.steps.train import Train, Trained
 from fedge.steps.train_ditto import TrainDitto
@@ -44,22 +43,6 @@ def federation(home: Path, name: str, **changes: Any) -> tuple[Fleet, Layout, Pe
     fleet, layout, first, _ = digits(home, n=5, limit=400)
     method: Any = make(name, settings(**changes))
     return fleet, layout, method, method.init(layout, first)
-
-
-class Watch:
-    """All actions that a fleet is asked for and the answers, by step."""
-
-    def __init__(self, fleet: Fleet) -> None:
-        self.asked: list[tuple[str, str, Action]] = []
-        self.answers: list[Answer] = []
-        self._run = fleet.run
-        fleet.run = self  # type: ignore[method-assign,assignment]
-
-    async def __call__(self, step: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
-        self.asked += [(step, i, action) for i, action in actions.items()]
-        answers = await self._run(step, actions)
-        self.answers += answers.values()
-        return answers
 
 
 async def next_round(method: PersonalLayers[Any], state: PersonalState, fleet: Fleet) -> PersonalState:
@@ -100,12 +83,11 @@ async def test_equal_seeds_give_equal_states_also_through_dump_and_load(tmp_path
 @every
 async def test_what_travels_is_the_part_alone_and_what_is_private_never_does(tmp_path: Path, name: str) -> None:
     fleet, layout, method, state = federation(tmp_path, name)
-    watch = Watch(fleet)
     part = {t.name for t in layout.without(method.personal).tensors}
     while not method.done(state):
-        before, first = len(watch.asked), state.initial
+        before, first = len(fleet.orders), state.initial
         state = await next_round(method, state, fleet)
-        for _, _, action in watch.asked[before:]:
+        for _, _, _, action in fleet.orders[before:]:
             if isinstance(action, Train):
                 (start,) = action.starts
                 assert set(fleet.get_tensors(start.model)) == part
@@ -114,7 +96,7 @@ async def test_what_travels_is_the_part_alone_and_what_is_private_never_does(tmp
             if isinstance(action, Install):
                 assert set(fleet.get_tensors(action.model)) == part
                 assert (action.personal, action.kept_by) == (method.personal, method.kept_by(state))
-    sent = [answer.result for answer in watch.answers if answer.result is not None]
+    sent = [answer.result for answer in fleet.heard if answer.result is not None]
     blobs = [ref for result in sent for ref in blobs_of(result) if isinstance(result, Trained)]
     assert len(blobs) == 15
     assert sum(1 for result in sent for _ in blobs_of(result)) == 15  # nothing else carries tensors
@@ -127,11 +109,11 @@ async def test_the_shared_part_is_the_mean_of_the_parts_weighted_by_samples(tmp_
     fleet, layout, method, state = federation(tmp_path, name)
     for _ in range(2):
         state = await next_round(method, state, fleet)
-    watch = Watch(fleet)
+    fleet.heard.clear()
     part = layout.without(method.personal)
     start = fleet.get(state.model, part).params.astype(np.float64)
     after = await next_round(method, state, fleet)
-    updates = accepted({a.device_id: a for a in watch.answers})
+    updates = accepted({a.device_id: a for a in fleet.heard})
     n = np.array([u.n_samples for u in updates.values()])
     parts = np.stack([start + fleet.get(u.update, part).params for u in updates.values()])
     np.testing.assert_allclose(fleet.get(after.model, part).params, n @ parts / n.sum(), atol=1e-6)
@@ -188,19 +170,16 @@ async def test_a_device_that_comes_late_goes_away_or_never_trains_ends_with_a_bu
 async def test_refusals_failures_and_updates_of_nothing_count_as_absent(tmp_path: Path, name: str) -> None:
     fleet, _, method, state = federation(tmp_path, name)
     state = await next_round(method, state, fleet)
-    inner, seen = fleet.run, []
 
-    async def some_fail(step: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
-        answers = await inner(step, actions)
-        seen.append(step)
+    def some_fail(step: str, answers: dict[str, Answer]) -> None:
         if step != "train":
-            return answers
+            return
         nothing = answers["d02"].result
         assert isinstance(nothing, Trained)
         changed = {"d00": Declined(reason="hot"), "d01": Failed(reason="disk"), "d03": None}
-        return {i: Answer(i, changed[i]) if i in changed else a for i, a in answers.items()}
+        answers.update({i: Answer(i, result) for i, result in changed.items()})
 
-    fleet.run = some_fail  # type: ignore[method-assign,assignment]
+    fleet.change = some_fail
     after = await next_round(method, state, fleet)
     assert (after.history[-1].asked, after.history[-1].answered) == (5, 2)
     assert after.participations["d00"] == 1
@@ -221,9 +200,8 @@ async def test_without_rounds_the_initial_model_is_installed(tmp_path: Path, nam
 @every
 async def test_fine_tuning_starts_from_what_the_device_uses(tmp_path: Path, name: str) -> None:
     fleet, layout, method, state = federation(tmp_path, f"{name}+ft")
-    watch = Watch(fleet)
     state = await run(method, state, fleet)
-    tuned = [action for _, _, action in watch.asked if isinstance(action, Install)]
+    tuned = fleet.sent(Install).values()
     assert all(action.fine_tune is not None and action.kept_by == method.kept_by(state) for action in tuned)
     losses = {}
     for i, device in fleet.workers.items():

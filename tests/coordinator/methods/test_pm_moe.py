@@ -14,7 +14,7 @@ from fedge.errors import ConfigError
 from fedge.messages import Role, blobs_of
 from fedge.sgd import Sgd
 from fedge.steps.fit_pool import FitPool
-from fedge.steps.share_private import SharePrivate
+from fedge.steps.share_private import PrivateShared
 from tests.support.simulation import digits, manifests, roles
 
 
@@ -49,23 +49,12 @@ async def test_stage_one_is_the_base_and_stage_two_ends_in_bundles(tmp_path, bas
 
 async def test_the_pool_tells_no_names_and_each_device_its_own_number(tmp_path) -> None:
     fleet, layout, first, _ = digits(tmp_path, n=5, limit=400)
-    seen: dict[str, FitPool] = {}
-    shared: set[str] = set()
-    inner = fleet.run
-
-    async def watch(step, actions):
-        seen.update({i: a for i, a in actions.items() if isinstance(a, FitPool)})
-        answers = await inner(step, actions)
-        shared.update(i for i, a in actions.items() if isinstance(a, SharePrivate))
-        if step == "share":
-            watch.modules = {i: a.result.module for i, a in answers.items()}
-        return answers
-
-    fleet.run = watch  # type: ignore[method-assign]
     method = method_of()
     await run(method, method.init(layout, first), fleet)
+    seen = fleet.sent(FitPool)
+    modules = {a.device_id: a.result.module for a in fleet.heard if isinstance(a.result, PrivateShared)}
     assert sorted(action.own for action in seen.values()) == [0, 1, 2, 3, 4]
-    everybody = [watch.modules[i] for i in sorted(seen, key=lambda i: seen[i].own)]
+    everybody = [modules[i] for i in sorted(seen, key=lambda i: seen[i].own)]
     for action in seen.values():
         others = [None if k == action.own else module for k, module in enumerate(everybody)]
         assert list(action.pool) == others, "one pool for everybody, of which nobody fetches its own module"
@@ -75,23 +64,14 @@ async def test_the_pool_tells_no_names_and_each_device_its_own_number(tmp_path) 
 async def test_stage_two_costs_one_module_up_and_those_of_the_others_down(tmp_path) -> None:
     """Section 8: M * s bytes up in total, (M - 1) * s down for each client; here with M = 4 and s with its header."""
     fleet, layout, first, _ = digits(tmp_path, n=4, limit=400)
+    before: dict[str, int] = {}
+    fleet.before = lambda step, _: before.update({step: fleet.bytes_up})
     up: dict[str, int] = {}
-    sizes: set[int] = set()
-    down: list[int] = []
-    inner = fleet.run
-
-    async def watch(step, actions):
-        before = fleet.bytes_up
-        answers = await inner(step, actions)
-        up[step] = fleet.bytes_up - before
-        sizes.update(a.result.module.size_bytes for a in answers.values() if step == "share")
-        down.extend(sum(ref.size_bytes for ref in blobs_of(a.pool)) for a in actions.values() if step == "pool")
-        return answers
-
-    fleet.run = watch  # type: ignore[method-assign]
+    fleet.change = lambda step, _: up.update({step: fleet.bytes_up - before[step]})
     method = method_of()
     await run(method, method.init(layout, first), fleet)
-    (s,) = sizes
+    (s,) = {a.result.module.size_bytes for a in fleet.heard if isinstance(a.result, PrivateShared)}
+    down = [sum(ref.size_bytes for ref in blobs_of(a.pool)) for a in fleet.sent(FitPool).values()]
     n_params = 32 * 10 + 10  # of this network's head
     assert 4 * n_params < s < 4 * n_params + 250
     assert (up["share"], up["pool"]) == (4 * s, 0)
@@ -140,16 +120,9 @@ async def test_without_a_round_everybody_installs_the_first_model(tmp_path, base
 async def test_more_devices_than_a_pool_takes_are_in_several(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("coordinator.methods.pm_moe.MAX_POOL", 3)
     fleet, layout, first, _ = digits(tmp_path, n=7, limit=500)
-    seen: dict[str, FitPool] = {}
-    inner = fleet.run
-
-    async def watch(step, actions):
-        seen.update({i: a for i, a in actions.items() if isinstance(a, FitPool)})
-        return await inner(step, actions)
-
-    fleet.run = watch  # type: ignore[method-assign]
     method = method_of(rounds=1)
     state = await run(method, method.init(layout, first), fleet)
+    seen = fleet.sent(FitPool)
     assert set(state.installed) == set(seen) == set(fleet.workers)
     assert sorted(len(action.pool) for action in seen.values()) == [2, 2, 2, 2, 3, 3, 3]
     assert len({module for action in seen.values() for module in action.pool if module}) == 7
