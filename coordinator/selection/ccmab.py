@@ -30,7 +30,6 @@ TIE: Final = 1e-12
 FEATURES: Final = 5  # f GHz, free memory GB, samples, mean gradient norm, mean loss drop
 DEADLINE_QUANTILE: Final = 0.7  # of the predicted times in a cluster
 FAILED: Final = -1.0  # reward
-JITTERS: Final = (0.0, 1e-8, 1e-6, 1e-4)  # added to the diagonal in turn if Cholesky fails
 
 # section 7, with the symbols of the specification
 CYCLES_PER_SAMPLE: Final = 0.1  # kappa before any device has been measured, gigacycles
@@ -235,20 +234,11 @@ def posterior(x: Vectors, seen: Vectors, rewards: Vectors) -> Posterior:
     if not len(seen):
         return Posterior(np.zeros(len(x)), prior, x, np.zeros((0, len(x))))
     theta = ridge(features(seen), rewards)
-    lower = _cholesky(kernel(seen, seen) + NOISE * np.eye(len(seen)))
+    lower = np.linalg.cholesky(kernel(seen, seen) + NOISE * np.eye(len(seen)))  # no eigenvalue is below the noise
     whitened = np.asarray(np.linalg.solve(lower, kernel(seen, x)), np.float64)
     residual = np.linalg.solve(lower, rewards - features(seen) @ theta)
     mean = features(x) @ theta + whitened.T @ residual
     return Posterior(mean, prior - (whitened * whitened).sum(axis=0), x, whitened)
-
-
-def _cholesky(matrix: Vectors) -> Vectors:
-    for jitter in JITTERS:
-        try:
-            return np.asarray(np.linalg.cholesky(matrix + jitter * np.eye(len(matrix))))
-        except np.linalg.LinAlgError:
-            continue
-    raise ValueError("the kernel matrix of the history is not positive definite")
 
 
 # -------------------------------------------------------------------------------------- 5.4 and 5.5: the choice
