@@ -7,9 +7,8 @@ from functools import partial
 
 import pytest
 
-from coordinator import registry as module
 from coordinator.fleet import Device
-from coordinator.registry import Registry
+from coordinator.registry import MAX_DEVICES, Registry
 from fedge.errors import ProtocolError
 from fedge.messages import Capabilities, Context, Health, Phase, Presence, SiteDevice, Status
 
@@ -144,25 +143,24 @@ def test_clocks_that_differ_by_more_than_a_minute_are_told() -> None:
     assert registry.wrong_clocks() == {"b": 61}, "it was set"
 
 
-def test_known_devices_and_those_that_are_there_find_a_place_among_invented_names(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(module, "MAX_DEVICES", 2)
+def test_known_devices_and_those_that_are_there_find_a_place_among_invented_names() -> None:
     registry = Registry("t", {"of the last round": None})
+    present = [f"p{k}" for k in range(MAX_DEVICES - 2)]
+    for i in present:
+        registry.on_status(i, status(i))
     for i in ("x", "y"):
         registry.on_status(i, status(i, presence=Presence.SLEEPING))
     with pytest.raises(ProtocolError, match="too-many-devices"):
         registry.on_status("z", status("z", presence=Presence.SLEEPING))
     for i in ("a", "b", "of the last round"):
         registry.on_status(i, status(i))
-    assert set(registry.presence()) == {"a", "b", "of the last round"}
+    assert set(registry.presence()) == {*present, "a", "b", "of the last round"}
     with pytest.raises(ProtocolError, match="too-many-devices"):
         registry.on_status("c", status("c"))
 
 
-def test_invented_names_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_DEVICES", 2)
-    registry = here("a", "b")
+def test_invented_names_do_not_fill_the_memory() -> None:
+    registry = here("a", *(f"p{k}" for k in range(MAX_DEVICES - 1)))
     with pytest.raises(ProtocolError, match="too-many-devices"):
         registry.on_status("c", status("c"))
     assert registry.on_status("a", status())

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from deploy.batching import Batcher, BusyError
+from deploy.batching import MAX_WAITING_BYTES, Batcher, BusyError
 from deploy.runtime import load
 from fedge.errors import ConfigError
 
@@ -113,12 +113,12 @@ async def test_one_too_many_is_told_at_once_and_the_others_are_answered(gate, po
     await batcher.predict(X[:1])
 
 
-async def test_the_bytes_that_wait_are_bounded(gate, pool, monkeypatch):
-    monkeypatch.setattr("deploy.batching.MAX_WAITING_BYTES", X[:2].nbytes)
+async def test_the_bytes_that_wait_are_bounded(gate, pool):
+    half = np.zeros((MAX_WAITING_BYTES // X[:2].nbytes, *X.shape[1:]), X.dtype)
     batcher = Batcher(gate.answer, pool)
-    asked = [asyncio.create_task(batcher.predict(X))]  # alone it may be of any size
+    asked = [asyncio.create_task(batcher.predict(np.concatenate([half, half, X])))]  # alone it may be of any size
     await begun(gate)
-    asked += [asyncio.create_task(batcher.predict(X[:1])) for _ in range(2)]
+    asked += [asyncio.create_task(batcher.predict(half)) for _ in range(2)]
     await asyncio.sleep(0)
 
     with pytest.raises(BusyError):

@@ -8,7 +8,7 @@ from edge_agent import sparsity
 from edge_agent.sparsity import SparsityProfile, epsilon, sparsity_profile, with_noise
 from fedge.divergence import divergence
 from fedge.errors import ConfigError, StoreError
-from fedge.models.training import tensor
+from fedge.models.training import CHUNK, tensor
 
 
 def relu_of_inputs():
@@ -33,13 +33,12 @@ def test_one_sample_has_no_halves():
     assert sparsity_profile(relu_of_inputs(), np.ones((1, 2), np.float32)).halves is None
 
 
-def test_chunks_change_nothing(monkeypatch):
-    x = np.random.default_rng(0).normal(size=(11, 2)).astype(np.float32)
-    whole = sparsity_profile(relu_of_inputs(), x)
-    monkeypatch.setattr(sparsity, "CHUNK", 4)
-    parts = sparsity_profile(relu_of_inputs(), x)
-    assert parts.shares == pytest.approx(whole.shares)
-    assert parts.halves == pytest.approx(whole.halves)
+def test_chunks_change_nothing():
+    x = np.random.default_rng(0).normal(size=(2 * CHUNK + 11, 2)).astype(np.float32)
+    found = sparsity_profile(relu_of_inputs(), x)
+    zeros = x <= 0
+    assert found.shares == pytest.approx(zeros.mean(axis=0))
+    assert found.halves == pytest.approx(float(divergence(zeros[::2].mean(axis=0), zeros[1::2].mean(axis=0))))
 
 
 def test_channels_are_averaged_over_their_positions_at_the_last_relu():

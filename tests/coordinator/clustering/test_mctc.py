@@ -77,11 +77,10 @@ def test_gram_is_that_of_the_unit_updates():
     np.testing.assert_allclose(mctc.gram(updates), unit @ unit.T, atol=1e-12)
 
 
-def test_gram_of_blocks_is_the_gram(monkeypatch):
-    updates = updates_of(1, 5, 100)
-    whole = mctc.gram(updates)
-    monkeypatch.setattr(mctc, "COLUMNS", 7)
-    np.testing.assert_allclose(mctc.gram(updates), whole, atol=1e-13)
+def test_gram_of_blocks_is_the_gram():
+    updates = updates_of(1, 5, mctc.COLUMNS + 100)
+    unit = np.stack([mctc.unit_update(g) for g in updates])
+    np.testing.assert_allclose(mctc.gram(updates), unit @ unit.T, atol=1e-12)
 
 
 def test_rows_without_direction_are_zero():
@@ -124,16 +123,22 @@ def test_updates_of_very_many_clients_are_projected(monkeypatch):
     assert 0 < np.abs(mctc.similarity(z) - exact).max() < 6 / 256**0.5
 
 
-def test_rows_made_at_a_time_change_nothing(monkeypatch):
-    z = mctc.embedding(updates_of(7, 23))
-    whole = mctc.mctc(z)
+def test_a_fleet_that_is_worked_on_in_parts_gets_what_the_whole_would_give():
+    z = mctc.embedding(updates_of(7, 1500))
     sim = mctc.similarity(z)
-    monkeypatch.setattr(mctc, "ROWS", 5)
-    monkeypatch.setattr(mctc, "PAIRS", 7)
-    np.testing.assert_allclose(mctc.similarity(z), sim, atol=1e-9)
-    assert mctc.otsu(sim) == mctc.otsu(sim.T)
-    parts = mctc.mctc(z)
-    assert parts == whole
+    units = z / np.linalg.norm(z, axis=1, keepdims=True)
+    np.testing.assert_allclose(sim, units @ units.T, atol=1e-9)
+    others = np.where(np.eye(len(sim), dtype=bool), np.inf, sim)
+    np.testing.assert_array_equal(mctc._least(sim), others.min(axis=1))
+
+    c = np.sort(sim[np.triu_indices(len(sim), 1)])
+    assert len(sim) > mctc.ROWS
+    assert len(c) > mctc.PAIRS
+    t = np.arange(1, len(c))
+    below = np.cumsum(c)[:-1]
+    between = t * (len(c) - t) * ((c.sum() - below) / (len(c) - t) - below / t) ** 2
+    cut = int(np.argmax(between))
+    assert mctc.otsu(sim)[0] == pytest.approx(float(np.clip((c[cut] + c[cut + 1]) / 2, 0, 0.95)), abs=1e-4)
 
 
 @given(st.integers(0, 10**6), st.integers(2, 12), st.integers(1, 6), st.sampled_from([0.2, 0.7, 1.0]))
