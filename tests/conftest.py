@@ -8,17 +8,25 @@ import os
 # other. Child processes inherit it.
 os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
+import functools
 import logging
-from collections.abc import AsyncIterator, Iterator
+import sys
+import types
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
+import psutil
 import pytest
 
 from fedge.broker import LocalBroker, mosquitto_path
+from tests.deploy.faults import forced, free_disk, not_installed, python_at
 from tests.support.broker import BROKERS, local_broker
 from tests.support.bucket import new_bucket, s3
 from tests.support.postgres import new_database, postgres
+
+__all__ = ["forced", "free_disk", "not_installed", "python_at"]
 
 # No test measures how fast this machine is: others may be at work on it.
 hypothesis.settings.register_profile("fedge", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
@@ -116,3 +124,62 @@ def bucket(s3_server: str) -> str:
 def store_url(request: pytest.FixtureRequest) -> str | None:
     """Where the tables of a store are, once in a file of its home and once on a server."""
     return new_database(request.getfixturevalue("postgresql")) if request.param == "postgresql" else None
+
+
+@pytest.fixture
+def own_module(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Called with a name and what it holds: a module of a user, importable for as long as the test runs."""
+
+    def made(name: str, **content: object) -> types.ModuleType:
+        module = types.ModuleType(name)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+        return module
+
+    return made
+
+
+@pytest.fixture
+def sensors(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Called with functions of psutil and what they return or raise; None: this system has no such function."""
+
+    def answer(reading: object) -> object:
+        if isinstance(reading, Exception):
+            raise reading
+        return reading
+
+    def says(**readings: object) -> None:
+        for name, reading in readings.items():
+            if reading is None:
+                monkeypatch.delattr(psutil, name, raising=False)
+            else:
+                monkeypatch.setattr(psutil, name, functools.partial(answer, reading), raising=False)
+
+    return says
+
+
+@pytest.fixture
+def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data that are read may take next to no memory."""
+    monkeypatch.setattr("fedge.npz.MEMORY_SHARE", 1e-9)
+
+
+@pytest.fixture
+def no_back_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever loses the broker tries it again at once."""
+    monkeypatch.setattr("fedge.transport.BACKOFF_BASE_S", 0.0)
+
+
+@pytest.fixture
+def fails_on_sevens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ONNX Runtime fails on the samples all of whose values are 7."""
+    import export.parity
+
+    real = export.parity.run
+
+    def spoiled(graph: bytes, folder: Path, x: Any) -> Any:
+        p, *others = real(graph, folder, x)
+        p[(x == 7).reshape(len(x), -1).all(axis=1)] = float("nan")
+        return [p, *others]
+
+    monkeypatch.setattr(export.parity, "run", spoiled)

@@ -60,8 +60,8 @@ def own_specification(file: Path, text: str) -> str | None:
     return next((name for name in named if name in SPECIFICATIONS), None)
 
 
-def citations(file: Path) -> Iterator[Citation]:
-    """All citations of a file, a range as its two ends."""
+def citations(file: Path, root: Path = ROOT) -> Iterator[Citation]:
+    """All citations of a file, a range as its two ends; their source is a path from the root."""
     text = file.read_text()
     own = own_specification(file, text)
     joined = re.sub(r"\n[ #]*", lambda gap: " " + "\0" * (len(gap.group()) - 1), text)  # positions stay
@@ -71,7 +71,7 @@ def citations(file: Path) -> Iterator[Citation]:
         name = found["file"] or found["short"] or METHODS.get(found["method"] or "", own)
         line = 1 + text.count("\n", 0, starts[found.start()])
         for section in re.findall(_SECTION, found["sections"] or found["of_short"]):
-            yield Citation(str(file.relative_to(ROOT)), line, name, section)
+            yield Citation(str(file.relative_to(root)), line, name, section)
 
 
 def headings(name: str) -> list[str]:
@@ -109,10 +109,7 @@ def test_sections_are_numbered_without_gaps(name: str) -> None:
         ("x = 1  # Li et al., §3.1", []),
     ],
 )
-def test_what_counts_as_a_citation(
-    tmp_path: Path, text: str, found: list[tuple[str | None, str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tests.test_citations.ROOT", tmp_path)
+def test_what_counts_as_a_citation(tmp_path: Path, text: str, found: list[tuple[str | None, str]]) -> None:
     file = tmp_path / "module.py"
     file.write_text(text)
-    assert [(citation.name, citation.section) for citation in citations(file)] == found
+    assert [(citation.name, citation.section) for citation in citations(file, tmp_path)] == found

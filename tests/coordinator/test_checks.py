@@ -128,8 +128,9 @@ def test_a_network_that_no_graph_can_hold_is_refused(
     assert told in found.what
 
 
-def test_a_network_that_is_too_large_names_the_boards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "_graph", lambda *_: [])
+@pytest.mark.process  # for its seconds
+def test_a_network_that_is_too_large_names_the_boards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (found,) = examined(net(nn.ReLU(), nn.Linear(8, 1_000_000), nn.Linear(1_000_000, 10))).findings
     assert not found.stops
     assert "Raspberry Pi Zero 2 W (0.3 GB free)" in found.what

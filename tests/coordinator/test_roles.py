@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from coordinator.fleet import checking, order_for
+from coordinator.fleet import order_for
 from coordinator.fleet.orders import OrderStatus
 from coordinator.roles import BlobServer, Intake, begun, own_folder
 from coordinator.store import OFFERED, Store
@@ -85,11 +85,12 @@ async def test_an_intake_accepts_a_report_with_its_update_and_repeats_its_verdic
     assert [one.order.id for one in store.closed_since(0)] == [order.id]
 
 
-@pytest.mark.parametrize("small", [checking.SMALL, 0], ids=["thread", "process"])
+@pytest.mark.parametrize("where", ["thread", "process"])
 async def test_an_intake_rejects_an_update_of_another_shape_and_keeps_the_evidence(
-    intake: Intake, store: Store, device: RawDevice, monkeypatch: pytest.MonkeyPatch, small: int
+    intake: Intake, store: Store, device: RawDevice, request: pytest.FixtureRequest, where: str
 ) -> None:
-    monkeypatch.setattr(checking, "SMALL", small)
+    if where == "process":
+        request.getfixturevalue("checked_in_processes")
     order, result = written(store), device.trained(0.5)
     wrong = device.serves(to_bytes({"w": tensors(0.5)["w"]}), Codec.INT8)
     await device.report(order, msgspec.structs.replace(result, update=wrong))

@@ -4,6 +4,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+import fedge
 from coordinator import runs
 from coordinator.service import CoordinatorSettings
 from coordinator.simulation.settings import SimulationSettings
@@ -27,20 +28,18 @@ def test_secrets_are_masked(tmp_path: Path) -> None:
     assert b"hunter2" not in (tmp_path / runs.FILE).read_bytes()
 
 
-def test_a_coordinator_that_is_started_again_keeps_its_first_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_coordinator_that_is_started_again_keeps_its_first_record(tmp_path: Path) -> None:
     settings = CoordinatorSettings(broker="b:1", federation="f", home=tmp_path, task="digits")
     runs.note(tmp_path, "coordinator", settings)
-    first = runs.read(tmp_path)
-    monkeypatch.setattr(runs, "versions", lambda: {"fedge": "0.3.0"})
+    first = msgspec.structs.replace(runs.read(tmp_path), versions={"fedge": "0.1.0"})  # by a version before ours
+    (tmp_path / runs.FILE).write_bytes(msgspec.json.encode(first))
     for rounds in (300, 400):
         runs.note(tmp_path, "coordinator", msgspec.structs.replace(settings, rounds=rounds))
     run = runs.read(tmp_path)
     assert (run.began, run.versions, run.settings) == (first.began, first.versions, first.settings)
     assert [(start.settings["rounds"], start.versions["fedge"]) for start in run.restarts] == [
-        (300, "0.3.0"),
-        (400, "0.3.0"),
+        (300, fedge.__version__),
+        (400, fedge.__version__),
     ]
 
 

@@ -14,7 +14,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from coordinator import service
 from coordinator.fleet import Device
 from coordinator.fleet.orders import OrderStatus
 from coordinator.methods import State, load
@@ -41,15 +40,12 @@ from fedge.tasks import task_spec
 from fedge.tensors import digest_of, unflatten
 from tests.support.device import IN_0_1, TASK, RawDevice
 from tests.support.identities import Authority
-from tests.support.learners import LAYOUT, first_model, learners
+from tests.support.learners import LAYOUT, learners
 
 WAIT_S = 300.0
 
 
-@pytest.fixture(autouse=True)
-def no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first model without the seconds that its child needs for torch; `coordinator.checks` has its own tests."""
-    monkeypatch.setattr(service, "first_model", first_model)
+pytestmark = pytest.mark.usefixtures("no_torch")
 
 
 @pytest.fixture
@@ -217,19 +213,15 @@ def test_a_folder_of_another_federation_is_refused(tmp_path: Path, store: Store,
         start(settings(None, tmp_path, **change), TASK, store)
 
 
-def test_the_first_model_is_made_once(tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_model_is_made_once(tmp_path: Path, store: Store, no_torch: list[int]) -> None:
     layout, ref = start(settings(None, tmp_path), TASK, store)
     assert task_spec(str(tmp_path / "task.json")) == TASK, "for the devices"
     assert layout == LAYOUT
     assert isinstance(ref, BlobRef)
     first = codec.decode(store.blobs.get(ref.digest), ref.codec, layout)
     np.testing.assert_array_equal(unflatten(first, layout)["w"], np.full(3, 3, np.float32))
-
-    def never(*_: object) -> None:
-        raise AssertionError
-
-    monkeypatch.setattr(service, "first_model", never)
     assert start(settings(None, tmp_path), TASK, store) == (layout, ref)
+    assert no_torch == [3]
 
 
 def test_settings_reach_the_method_and_the_transport(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from coordinator import cli, service, watch_cli
+from coordinator import cli, watch_cli
 from coordinator.control import act, wishes_in
 from coordinator.service import CoordinatorSettings, serve
 from coordinator.store import Event, Store
@@ -20,15 +20,13 @@ from coordinator.watch import Watch, read_summary, text_of
 from fedge.broker import LocalBroker
 from fedge.errors import ConfigError
 from tests.support.device import TASK
-from tests.support.learners import Learner, first_model, learners
+from tests.support.learners import Learner, learners
 from tests.support.shop import NOW, make_shop
 
 WAIT_S = 300.0
 
 
-@pytest.fixture(autouse=True)
-def no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "first_model", first_model)
+pytestmark = pytest.mark.usefixtures("no_torch")
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from fedge.errors import ConfigError, StoreError, UpdateRejected
 from fedge.messages import Outliers
 
 from .bundles import GOLDEN, digest, other_gate, poor_gate, source, variant
+from .faults import no_room
 
 pytestmark = pytest.mark.torch_free
 
@@ -178,25 +179,39 @@ def test_an_abort_goes_nowhere_when_the_good_bundle_is_damaged(slots, tmp_path, 
     answering.answer(x)
 
 
-def test_one_that_the_disk_cannot_read_leaves_the_other_answering(slots, tmp_path, monkeypatch):
+@pytest.fixture
+def unreadable(monkeypatch):
+    """Within it the disk cannot read a bundle."""
+
+    def fails(*_, **__):
+        raise OSError(5, "Input/output error")
+
+    @contextlib.contextmanager
+    def disk():
+        with monkeypatch.context() as patched:
+            patched.setattr("deploy.answering.load_update", fails)
+            yield
+
+    return disk
+
+
+def test_one_that_the_disk_cannot_read_leaves_the_other_answering(slots, tmp_path, unreadable):
     answering = Answering(slots, LIMITS)
     second(slots, tmp_path)
-    monkeypatch.setattr("deploy.answering.load_update", unreadable)
 
-    with pytest.raises(UpdateRejected, match="Input/output"):
+    with unreadable(), pytest.raises(UpdateRejected, match="Input/output"):
         answering.swap()
 
     assert slots.state.trial is None
     assert slots.running == slots.good
 
 
-def test_one_that_cannot_be_loaded_while_the_disk_is_full_is_taken_back_later(slots, tmp_path, monkeypatch):
+def test_one_that_cannot_be_loaded_while_the_disk_is_full_is_taken_back_later(slots, tmp_path):
     answering = Answering(slots, LIMITS)
     second(slots, tmp_path)
     (slots.running / "skeleton.onnx").unlink()
 
-    with monkeypatch.context() as disk:
-        disk.setattr("deploy.slots.write_atomically", full)
+    with no_room():
         for step in (answering.swap, answering.settle):
             with pytest.raises(StoreError):
                 step()
@@ -208,20 +223,11 @@ def test_one_that_cannot_be_loaded_while_the_disk_is_full_is_taken_back_later(sl
     assert digest(tmp_path / "2") not in slots.state.refused  # it is this disk that lost a file
 
 
-def full(path, *_):
-    raise StoreError(f"cannot write {path}: no space left on device")
-
-
-def unreadable(*_, **__):
-    raise OSError(5, "Input/output error")
-
-
-def test_when_the_good_one_cannot_be_loaded_at_once_it_is_tried_again(slots, tmp_path, x, monkeypatch):
+def test_when_the_good_one_cannot_be_loaded_at_once_it_is_tried_again(slots, tmp_path, x, unreadable):
     answering = Answering(slots, Limits(probation_s=1e9))
     second(slots, tmp_path)
     answering.swap()
-    with monkeypatch.context() as patched:
-        patched.setattr("deploy.answering.load_update", unreadable)
+    with unreadable():
         answering.give_up("aborted")
         answering.settle()
         assert release(answering) == 2
@@ -247,18 +253,17 @@ def test_what_the_old_bundle_does_until_the_switch_says_nothing_of_the_new_one(s
     assert not slots.state.refused
 
 
-def test_predictions_go_on_while_the_disk_takes_its_time(slots, tmp_path, x, monkeypatch):
+def test_predictions_go_on_while_the_disk_takes_its_time(slots, tmp_path, x, forced):
     answering = Answering(slots, Limits(probation_s=0))
     second(slots, tmp_path)
     answering.swap()
-    writing, written, confirm = threading.Event(), threading.Event(), slots.confirm
+    writing, written = threading.Event(), threading.Event()
 
     def slowly():
         writing.set()
         assert written.wait(30)
-        confirm()
 
-    monkeypatch.setattr(slots, "confirm", slowly)
+    forced.before = slowly
     with ThreadPoolExecutor(2) as pool:
         settled = pool.submit(answering.settle)
         try:

@@ -128,11 +128,11 @@ def test_a_script_of_the_user_that_is_called_as_we_are_is_none_of_its_business(h
     assert examine(GOLDEN, variant(home / "new", release=2), home, LENIENT).reason == ""
 
 
-def test_one_that_brings_the_process_down_is_refused(home, monkeypatch):
+def test_one_that_brings_the_process_down_is_refused(home, python_at):
     killer = home / "python"
     killer.write_text("#!/bin/sh\nkill -SEGV $$\n")
     killer.chmod(0o755)
-    monkeypatch.setattr("sys.executable", str(killer))
+    python_at(killer)
 
     found = examine(GOLDEN, variant(home / "new", release=2), home, LENIENT)
 
@@ -149,6 +149,6 @@ def test_a_running_bundle_that_is_broken_is_no_yardstick(home):
     assert found.before is None
 
 
-def test_what_makes_no_sense_is_a_reason_too(home, monkeypatch):
-    monkeypatch.setattr("sys.executable", "/bin/echo")
+def test_what_makes_no_sense_is_a_reason_too(home, python_at):
+    python_at("/bin/echo")
     assert examine(None, GOLDEN, home, Limits()).reason.startswith("smoke-test")

@@ -5,7 +5,6 @@ import contextlib
 import re
 import shutil
 import time
-from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -345,8 +344,14 @@ async def test_nothing_is_fetched_of_a_release_below_the_highest_that_ran_here(h
         assert decide(now) is (Do.INSTALL if reason is None else Do.NOTHING)
 
 
-async def test_the_inbox_does_not_wait_for_metadata_that_nobody_sends(home, monkeypatch):
-    monkeypatch.setattr("deploy.link.METADATA_S", 0.3)
+@pytest.fixture
+def metadata_s(monkeypatch):
+    """Called with how long metadata are waited for."""
+    return lambda seconds: monkeypatch.setattr("deploy.link.METADATA_S", seconds)
+
+
+async def test_the_inbox_does_not_wait_for_metadata_that_nobody_sends(home, metadata_s):
+    metadata_s(0.3)
     variant(home / "bundles" / "2", release=2, gate=other_gate)
 
     answering = await followed(
@@ -451,8 +456,8 @@ async def test_without_a_root_of_trust_it_says_what_is_missing_and_takes_nothing
     assert link._rollout is None
 
 
-async def test_a_bundle_that_proves_worse_is_given_up_while_the_next_is_being_fetched(home, tmp_path, monkeypatch):
-    monkeypatch.setattr("deploy.link.METADATA_S", 1e6)
+async def test_a_bundle_that_proves_worse_is_given_up_while_the_next_is_being_fetched(home, tmp_path, metadata_s):
+    metadata_s(1e6)
     slots = Slots(home)
     slots.stage(*source(variant(tmp_path / "2", release=2, gate=poor_gate)))
     slots.switch()
@@ -470,12 +475,11 @@ async def test_a_bundle_that_proves_worse_is_given_up_while_the_next_is_being_fe
     assert next(iter(Slots(home).state.refused.values())).startswith("accuracy: ")
 
 
-async def test_a_release_that_does_not_fit_on_the_disk_waits_and_one_beyond_all_measure_is_refused(home, monkeypatch):
+async def test_a_release_that_does_not_fit_on_the_disk_waits_and_one_beyond_all_measure_is_refused(home, free_disk):
     slots = Slots(home)
     link = Link("pi", "test", home, slots, Answering(slots, Limits()))
 
-    free = shutil.disk_usage(home).free
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=min(free, SPARE_DISK_BYTES + 10)))
+    free_disk.bytes = SPARE_DISK_BYTES + 10
     link._require_room(6, 4)
     with pytest.raises(StoreError, match=r"^disk: 11 bytes"):
         link._require_room(11, 0)

@@ -6,7 +6,6 @@ import json
 import logging
 import random
 import ssl
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -208,10 +207,8 @@ async def test_prometheus_reads_what_was_counted():
     assert any(line.startswith("fedge_serve_bundle{") and provider in line for line in lines)
 
 
-async def test_without_prometheus_client_metrics_say_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    for module in ("deploy.metrics", "fedge.openmetrics", "prometheus_client.core", "prometheus_client.exposition"):
-        monkeypatch.delitem(sys.modules, module, raising=False)
+async def test_without_prometheus_client_metrics_say_what_to_install(not_installed):
+    not_installed("prometheus_client", "deploy.metrics", "fedge.openmetrics")
     async with serving() as (_, session):
         status, content = await ask(session, path="/metrics", method="GET")
     assert status == 501
@@ -392,9 +389,19 @@ async def test_a_compressed_body_counts_as_what_it_becomes():
         await still_answers(session)
 
 
-async def test_slow_bodies_and_heads_are_cut_off(monkeypatch):
-    monkeypatch.setattr("deploy.server.BODY_TIMEOUT_S", 0.2)
-    monkeypatch.setattr("deploy.server.HEAD_TIMEOUT_S", 0.2)
+@pytest.fixture
+def limits(monkeypatch):
+    """Called with limits of the server in seconds: it waits no longer than that."""
+
+    def shortened(**limits_s):
+        for name, limit_s in limits_s.items():
+            monkeypatch.setattr(f"deploy.server.{name}", limit_s)
+
+    return shortened
+
+
+async def test_slow_bodies_and_heads_are_cut_off(limits):
+    limits(BODY_TIMEOUT_S=0.2, HEAD_TIMEOUT_S=0.2)
     async with serving() as (server, session):
         host, port = server.url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
@@ -411,16 +418,10 @@ async def test_slow_bodies_and_heads_are_cut_off(monkeypatch):
         await still_answers(session)
 
 
-@pytest.fixture
-def three_places(monkeypatch):
-    monkeypatch.setattr("deploy.server.MAX_CONNECTIONS", 3)
-
-
-@pytest.mark.usefixtures("three_places")
 async def test_a_connection_too_many_is_turned_away():
     async with serving() as (server, session):
         host, port = server.url.removeprefix("http://").split(":")
-        held = [await asyncio.open_connection(host, int(port)) for _ in range(3)]
+        held = [await asyncio.open_connection(host, int(port)) for _ in range(MAX_CONNECTIONS)]
         await asyncio.sleep(0.05)
         reader, writer = await asyncio.open_connection(host, int(port))
         answer = await asyncio.wait_for(reader.read(), 300)
@@ -480,22 +481,20 @@ async def test_300_silent_connections_hold_64_places_and_nobody_is_locked_out():
         await still_answers(session)
 
 
-@pytest.mark.usefixtures("three_places")
 async def test_health_is_answered_while_all_places_are_at_work():
-    async with serving() as (server, session), holding(server, 3, SLOW):
-        await bodies_come(server, 3)
+    async with serving() as (server, session), holding(server, MAX_CONNECTIONS, SLOW):
+        await bodies_come(server, MAX_CONNECTIONS)
 
         for path in HEALTH:
             assert await ask(session, path=path, method="GET") == (200, HEALTH[path])
         assert (await ask(session, body(X)))[0] == 503
-        await bodies_come(server, 3)
+        await bodies_come(server, MAX_CONNECTIONS)
 
 
-@pytest.mark.usefixtures("three_places")
-async def test_slow_bodies_give_way_when_somebody_comes(monkeypatch):
-    monkeypatch.setattr("deploy.server.SLOW_S", 0.1)
-    async with serving() as (server, session), holding(server, 3, SLOW):
-        await bodies_come(server, 3)
+async def test_slow_bodies_give_way_when_somebody_comes(limits):
+    limits(SLOW_S=0.1)
+    async with serving() as (server, session), holding(server, MAX_CONNECTIONS, SLOW):
+        await bodies_come(server, MAX_CONNECTIONS)
         await asyncio.sleep(0.2)
 
         await still_answers(session)

@@ -11,6 +11,7 @@ from fedge.bundle import MANIFEST, SKELETON, decode, read
 from fedge.errors import ConfigError, StoreError, UpdateRejected
 
 from .bundles import digest, other_gate, source, variant
+from .faults import no_room
 from .power import in_a_process_cut_off_at
 
 pytestmark = pytest.mark.torch_free
@@ -247,26 +248,18 @@ def test_a_power_cut_at_any_point_leaves_a_whole_bundle_that_answers(tmp_path, f
     assert seen == ({(1, False), (2, True)} if work is give_up else {(1, False), (2, True), (2, False)})
 
 
-def test_what_the_state_names_was_forced_to_the_disk_before(tmp_path, first, second, monkeypatch):
-    forced = set()
-    fsync = os.fsync
-
-    def record(handle):
-        forced.add(os.fstat(handle).st_ino)
-        fsync(handle)
-
-    monkeypatch.setattr(os, "fsync", record)
+def test_what_the_state_names_was_forced_to_the_disk_before(tmp_path, first, second, forced):
     slots = Slots(tmp_path / "home")
     install(slots, first)
     slots.stage(*source(second))
     folder = slots.staged
 
     needed = [folder, folder.parent, folder / MANIFEST, folder / SKELETON, *folder.glob("*.safetensors")]
-    assert {path.stat().st_ino for path in needed} <= forced
+    assert forced.has(*needed)
 
-    forced.clear()
+    forced.inodes.clear()
     slots.switch()
-    assert {(tmp_path / "home" / "slots.json").stat().st_ino, (tmp_path / "home").stat().st_ino} <= forced
+    assert forced.has(tmp_path / "home" / "slots.json", tmp_path / "home")
     assert json.loads((tmp_path / "home" / "slots.json").read_bytes())["trial"] is not None
 
 
@@ -321,21 +314,17 @@ def test_a_bundle_on_trial_that_is_damaged_gives_way_and_is_not_refused(tmp_path
     slots.stage(*source(second))
 
 
-def test_a_trial_that_cannot_be_counted_is_suspended(tmp_path, first, second, monkeypatch):
+def test_a_trial_that_cannot_be_counted_is_suspended(tmp_path, first, second):
     """A full disk: were the bundle on trial to bring the process down, it would do so for ever."""
     slots = Slots(tmp_path / "home")
     install(slots, first)
     slots.stage(*source(second))
     slots.switch()
     state = (tmp_path / "home" / "slots.json").read_bytes()
-    monkeypatch.setattr("deploy.slots.write_atomically", full)
 
-    assert release_of(Slots(tmp_path / "home").boot()) == 1
+    with no_room():
+        assert release_of(Slots(tmp_path / "home").boot()) == 1
     assert (tmp_path / "home" / "slots.json").read_bytes() == state
-
-
-def full(path, *_data):
-    raise StoreError(f"cannot write {path}: no space left")
 
 
 def test_a_copy_of_the_running_bundle_is_none_to_go_back_to(tmp_path, first):

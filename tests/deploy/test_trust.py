@@ -549,19 +549,11 @@ def test_a_power_cut_may_empty_any_file(home, server, name, damage):
     assert versions(home) == {"root": 1, "timestamp": 3, "snapshot": 3, "targets": 3}
 
 
-def test_everything_is_on_the_disk_when_the_manifest_is_handed_out(home, server, monkeypatch):
-    forced = set()
-    fsync = os.fsync
-
-    def record(handle):
-        forced.add(os.fstat(handle).st_ino)
-        fsync(handle)
-
-    monkeypatch.setattr(os, "fsync", record)
+def test_everything_is_on_the_disk_when_the_manifest_is_handed_out(home, server, forced):
     get(home, server)
 
     trust = home / "trust"
-    assert {p.stat().st_ino for p in (trust, *trust.rglob("*.json"))} <= forced
+    assert forced.has(trust, *trust.rglob("*.json"))
 
 
 def test_a_power_cut_while_another_root_is_installed_leaves_one_of_the_two(home, server, tmp_path):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
-import shutil
 import socket
 import subprocess
 import sys
@@ -621,10 +620,10 @@ async def test_a_device_past_its_limits_declines_with_a_reason(
 
 
 async def test_an_order_that_would_fill_the_disk_is_declined_and_the_next_is_done(
-    one_broker: LocalBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    one_broker: LocalBroker, tmp_path: Path, free_disk: SimpleNamespace
 ) -> None:
-    worker, free = EchoWorker(), [SPARE_DISK_BYTES + 499_999]
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=10**12, free=free[0]))
+    worker = EchoWorker()
+    free_disk.bytes = SPARE_DISK_BYTES + 499_999
     async with (
         Peer(one_broker, tmp_path) as peer,
         running(make_agent(one_broker, tmp_path / "home", worker, Events())),
@@ -635,7 +634,7 @@ async def test_an_order_that_would_fill_the_disk_is_declined_and_the_next_is_don
         report = await peer.report_of(large)
         assert (report.outcome, report.why) == (Outcome.DECLINED, Why.DISK)
         assert peer.wants == {}
-        free[0] += 1_000_000
+        free_disk.bytes += 1_000_000
         small = order_of(train(peer.model(500_000)), order_id="small")
         await peer.send(small)
         assert (await peer.report_of(small)).outcome is Outcome.DONE

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
-import types
 from dataclasses import replace
 
 import numpy as np
@@ -83,11 +81,9 @@ def moody_and_random(task: TaskSpec) -> nn.Module:
 
 
 @pytest.fixture(autouse=True)
-def _own_networks(monkeypatch):
-    module = types.ModuleType("networks_of_a_user")
-    module.dropout, module.batch_norm, module.branching = dropout, batch_norm, branching
-    module.moody, module.moody_and_random = moody, moody_and_random
-    monkeypatch.setitem(sys.modules, module.__name__, module)
+def _own_networks(own_module):
+    networks = (dropout, batch_norm, branching, moody, moody_and_random)
+    own_module("networks_of_a_user", **{network.__name__: network for network in networks})
 
 
 def task_of(model: str) -> TaskSpec:
@@ -184,9 +180,9 @@ def test_who_else_is_asked_changes_an_update_by_no_more_than_rounding(tmp_path, 
     here = Federation(MLP, tmp_path)
     whole = execute(here.jobs(here.train()))
     assert execute(here.jobs(here.train())) == whole
-    monkeypatch.setattr(train, "MOST_MODELS", 2)
-    halves = execute(here.jobs(here.train()))
-    monkeypatch.setattr(train, "MOST_MODELS", 64)
+    with monkeypatch.context() as few:
+        few.setattr(train, "MOST_MODELS", 2)
+        halves = execute(here.jobs(here.train()))
     turned = execute(here.jobs(here.train())[::-1])[::-1]
     for number in range(6):
         for other in (halves, turned):

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 import datetime as dt
-import io
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -80,10 +80,9 @@ def test_what_the_agent_lacks_is_said(authority: Authority, capsys: pytest.Captu
     assert "write data and task into d/agent.toml" in capsys.readouterr().out
 
 
-def test_a_kit_comes_through_a_pipe(authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stdin = io.TextIOWrapper(io.BytesIO(kit(authority, "cam1").read_bytes()))
-    monkeypatch.setattr(sys, "stdin", stdin)
-    assert main(["enrol", "-", "--folder", "d"]) == 0
+def test_a_kit_comes_through_a_pipe(authority: Authority, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "fedge.cli", "enrol", "-", "--folder", "d"]
+    subprocess.run(command, input=kit(authority, "cam1").read_bytes(), check=True)
     assert subject_of(load_certificate(tmp_path / "d/identity/own.crt")) == Subject("shop", Role.DEVICE, "cam1")
 
 

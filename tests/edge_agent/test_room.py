@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +12,7 @@ import pytest
 from edge_agent.room import Room, Stored
 from fedge.errors import StoreError
 from fedge.tensors import Model
+from tests.deploy.faults import no_room
 
 
 def update(seed: int, d: int = 1000) -> Model:
@@ -51,13 +52,12 @@ def test_zeros_take_no_room() -> None:
     assert stored.size_bytes < 100
 
 
-def test_the_file_has_no_name_and_goes_with_the_last_update(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+def test_the_file_has_no_name_and_goes_with_the_last_update() -> None:
     room = Room(0)
     kept = room.keep(update(0))
     assert isinstance(kept, Stored)
-    assert not list(tmp_path.iterdir())
     number = kept.file._number
+    assert str(Path(f"/proc/self/fd/{number}").readlink()).endswith(" (deleted)")
     del room
     assert same(kept.read(), update(0))
     del kept
@@ -65,10 +65,6 @@ def test_the_file_has_no_name_and_goes_with_the_last_update(tmp_path, monkeypatc
         os.fstat(number)
 
 
-def test_a_full_disk_stops_the_simulation(monkeypatch) -> None:
-    def full(*_: object) -> int:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(StoreError, match="No space left"):
+def test_a_full_disk_stops_the_simulation() -> None:
+    with no_room(), pytest.raises(StoreError, match="File too large"):
         Room(0).keep(update(0))

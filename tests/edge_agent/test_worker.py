@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -47,12 +48,9 @@ class CountUnlabelled(CountSamples, frozen=True, kw_only=True):
 
 
 @pytest.fixture
-def half(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def half(own_module: Callable[..., ModuleType]) -> ModuleType:
     """The device half of the step; what it does is said by the test."""
-    module = ModuleType("steps_of_a_user")
-    module.run = lambda device, action: Counted(n=action.times * device.data.n_train)
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    return module
+    return own_module("steps_of_a_user", run=lambda device, action: Counted(n=action.times * device.data.n_train))
 
 
 def done(home: Path, action: Action, own: Worker | None = None, **fields: object) -> Finished:

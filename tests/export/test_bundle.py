@@ -1,7 +1,5 @@
 """Writing bundles: all or nothing, equal bytes for equal mixtures, one new file for a new expert."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from msgspec import UNSET
@@ -78,16 +76,8 @@ def test_the_yardstick_is_that_of_the_outputs_on_the_validation_samples(tmp_path
     assert deploy.load(tmp_path / "2").manifest.reference is UNSET
 
 
-def test_samples_that_are_not_compared_fail_no_parity_check_and_still_make_the_yardstick(tmp_path, monkeypatch):
-    real = export.parity.run
-
-    def spoiled(graph, folder, x):
-        """ONNX Runtime fails on the samples of value 7."""
-        p, *others = real(graph, folder, x)
-        p[(x == 7).reshape(len(x), -1).all(axis=1)] = np.nan
-        return [p, *others]
-
-    monkeypatch.setattr(export.parity, "run", spoiled)
+@pytest.mark.usefixtures("fails_on_sevens")
+def test_samples_that_are_not_compared_fail_no_parity_check_and_still_make_the_yardstick(tmp_path):
     layout, mixture = image_mixture()
     x = np.random.default_rng(1).random((12, 2, 20, 28), dtype=np.float32)
     x[5] = 7
@@ -151,20 +141,16 @@ def test_equal_candidates_share_a_file(tmp_path):
     np.testing.assert_allclose(deploy.load(tmp_path / "1").predict(np.zeros((1, 1))).probabilities, 1 / 3, atol=1e-6)
 
 
-def test_a_bundle_that_disagrees_leaves_nothing(tmp_path, logits, monkeypatch):
-    """The oracle is given another temperature than the graph, by 1 %: enough to be refused."""
-    write(tmp_path / "1", logits, mixture_of(logits), release=1)
+@pytest.mark.usefixtures("fails_on_sevens")
+def test_a_bundle_that_disagrees_leaves_nothing(tmp_path):
+    layout, mixture = image_mixture()
+    x = np.random.default_rng(1).random((12, 2, 20, 28), dtype=np.float32)
+    write_images(tmp_path / "1", layout, mixture, x)
     before = files(tmp_path / "1")
-    formula = export.parity.formula
-
-    def other(mixture):
-        candidates = tuple(replace(c, temperature=1.01) for c in mixture.candidates)
-        return formula(replace(mixture, candidates=candidates))
-
-    monkeypatch.setattr(export.parity, "formula", other)
+    x[5] = 7
     for name in ("1", "2"):
         with pytest.raises(UpdateRejected, match="disagree"):
-            write(tmp_path / name, logits * 2, mixture_of(logits * 2), release=2)
+            write_images(tmp_path / name, layout, mixture, x)
     assert [path.name for path in tmp_path.iterdir()] == ["1"]
     assert files(tmp_path / "1") == before
 

@@ -7,10 +7,11 @@ import stat
 import pytest
 
 from deploy.trust import Trust, install_root
-from export.signing import LIFETIMES, ROLES, Repository
+from export.signing import ROLES, Repository
 from fedge.errors import ConfigError, UpdateRejected
 from fedge.messages import MAX_ROOTS, Rollout, encode
 from tests.deploy.bundles import digest, other_gate, variant
+from tests.support.clock import Clock
 
 
 @pytest.fixture
@@ -116,11 +117,12 @@ def test_renewing_needs_no_key_that_is_kept_off_line(tmp_path, home, repository,
 
 def test_what_is_half_over_is_signed_again_and_asks_for_its_key(tmp_path, repository, bundle, monkeypatch):
     repository.add(bundle)
-    monkeypatch.setitem(LIFETIMES, "targets", LIFETIMES["targets"] * 3)  # as if a year had passed since it was signed
+    clock = Clock(monkeypatch)
+    clock.advance(days=200)  # of 365
     repository.renew()
     assert json.loads((tmp_path / "repo" / "metadata" / "4.targets.json").read_bytes())["signed"]["version"] == 4
 
-    monkeypatch.setitem(LIFETIMES, "targets", LIFETIMES["targets"] * 3)
+    clock.advance(days=200)
     for key in (tmp_path / "repo" / "keys").glob("targets.*"):
         key.unlink()
     with pytest.raises(ConfigError, match="the key of role targets"):

@@ -42,10 +42,20 @@ def listens(host: str, port: int) -> bool:
     return False
 
 
-def test_auto_is_what_is_installed(monkeypatch):
-    monkeypatch.setattr(module, "mosquitto_path", lambda: "/usr/sbin/mosquitto")
+@pytest.fixture
+def no_mosquitto(tmp_path, monkeypatch):
+    """The folder in which programs are looked for: Mosquitto is nowhere."""
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setattr(module, "_SBIN", ())
+    (tmp_path / "bin").mkdir()
+    return tmp_path / "bin"
+
+
+def test_auto_is_what_is_installed(no_mosquitto):
+    program = no_mosquitto / "mosquitto"
+    program.symlink_to(sys.executable)
     assert choose("auto") == "mosquitto"
-    monkeypatch.setattr(module, "mosquitto_path", lambda: None)
+    program.unlink()
     assert choose("auto") == "amqtt"
     assert choose("amqtt") == "amqtt"
     with pytest.raises(ConfigError, match="apt install mosquitto"):
@@ -88,8 +98,8 @@ async def test_port_in_use_is_told(broker, tmp_path):
         await LocalBroker(broker.name, port=broker.port, home=tmp_path / "other").start()
 
 
-async def test_broker_that_cannot_start_tells_why(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "mosquitto_path", lambda: sys.executable)
+async def test_broker_that_cannot_start_tells_why(tmp_path, no_mosquitto):
+    (no_mosquitto / "mosquitto").symlink_to(sys.executable)
     with pytest.raises(TransportError, match="mosquitto ended at once"):
         await LocalBroker("mosquitto", home=tmp_path).start()
 

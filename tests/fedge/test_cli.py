@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -26,8 +27,8 @@ def fresh(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture
-def commands(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
-    """Sub-commands by name, instead of the installed ones."""
+def commands(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, object]]:
+    """Sub-commands by name, instead of the installed ones; the signal handlers of pytest are back afterwards."""
     found: dict[str, object] = {}
 
     class Point(EntryPoint):
@@ -40,8 +41,10 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     monkeypatch.setattr(
         cli, "_installed", lambda: {name: Point(name=name, value="x:y", group=cli.ENTRY_POINTS) for name in found}
     )
-    monkeypatch.setattr(cli.signal, "signal", lambda *_: None)  # pytest keeps its own handlers
-    return found
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield found
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def raising(error: BaseException) -> click.Command:
@@ -207,9 +210,9 @@ def test_so_does_one_that_is_missed_only_when_the_command_runs(
 
 
 def test_commands_stand_by_role_and_those_that_lack_something_say_so(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    not_installed: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cli, "find_spec", lambda name: None if name == "matplotlib" else object())
+    not_installed("matplotlib")
     assert cli.main(["--help"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     headings = ["Try it on this machine:", "Edge server:", "A device that learns:", "A device that predicts:"]

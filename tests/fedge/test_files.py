@@ -131,15 +131,13 @@ def test_unfinished_files_are_no_blobs(tmp_path: Path) -> None:
     assert list(folder) == []
 
 
-def test_what_is_volatile_is_written_but_not_forced_to_the_disk(tmp_path, monkeypatch) -> None:
-    synced: list[int] = []
-    monkeypatch.setattr("os.fsync", synced.append)
+def test_what_is_volatile_is_written_but_not_forced_to_the_disk(tmp_path, forced) -> None:
     with volatile():
         write_atomically(tmp_path / "a", b"x")
     assert (tmp_path / "a").read_bytes() == b"x"
-    assert not synced
+    assert not forced.inodes
     write_atomically(tmp_path / "a", b"y")
-    assert len(synced) == 2  # the file and its folder
+    assert forced.inodes == [(tmp_path / "a").stat().st_ino, tmp_path.stat().st_ino]
 
 
 def test_a_folder_is_there_whole_or_as_it_was(tmp_path: Path) -> None:

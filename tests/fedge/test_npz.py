@@ -43,8 +43,7 @@ def test_a_header_that_claims_more_than_there_is(tmp_path, shape):
         npz.load(path, ("x",))
 
 
-def test_zeros_that_were_packed_into_little(tmp_path, monkeypatch):
-    monkeypatch.setattr(npz, "MEMORY_SHARE", 1e-9)
+def test_zeros_that_were_packed_into_little(tmp_path, little_memory):
     path = archive(tmp_path / "a.npz", x=header((1 << 20,)) + bytes(1 << 22))
     assert path.stat().st_size < 10_000
 

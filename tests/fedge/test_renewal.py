@@ -146,7 +146,7 @@ async def test_a_broker_that_forbids_it_and_a_damaged_certificate_end_nothing(
 
 
 async def test_a_broker_that_refuses_to_tell_of_certificates_ends_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, no_back_off: None
 ) -> None:
     """As one with the rules of an earlier version: the other subscriptions stay, also on later connections."""
     answers, connections = TOPICS.agent("cam1", "certificate"), 0
@@ -165,7 +165,6 @@ async def test_a_broker_that_refuses_to_tell_of_certificates_ends_nothing(
             await reader.read()
         writer.close()
 
-    monkeypatch.setattr("fedge.transport.BACKOFF_BASE_S", 0.0)
     authority = Authority(tmp_path / "f")
     tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     tls.load_cert_chain(authority.folder / "broker/own.crt", authority.folder / "broker/own.key")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import datetime as dt
 import logging
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from fedge.messages import MAX_MESSAGE_BYTES
 from fedge.sealed import MAX_ENVELOPE_BYTES, Envelope, Plain, Signed, speaker
 from fedge.topics import Topics
 from fedge.transport import BrokerSettings
+from tests.support.clock import Clock
 from tests.support.identities import DAY, Authority, now
 
 TOPICS = Topics("test")
@@ -108,14 +110,14 @@ def test_a_process_says_higher_numbers_than_all_before_it_whatever_the_clock_say
     one, other = server.start(), cam.start()
     old = other.seal(STATUS, b"old")
     one.open(STATUS, old, Role.DEVICE, name="cam1")
-    monkeypatch.setattr("fedge.sealed.time.time", lambda: 0.0)
+    clock = Clock(monkeypatch)
+    clock.advance(days=-9000)
     assert one.open(STATUS, cam.start().seal(STATUS, b"new"), Role.DEVICE, name="cam1") == b"new"
     restarted = server.start()
     restarted.heard = one.heard
     assert refusal(restarted, STATUS, old, Role.DEVICE, name="cam1") == "replayed"
     (cam.home / "life").write_text("torn")
-    later = now().timestamp() + 60
-    monkeypatch.setattr("fedge.sealed.time.time", lambda: later)
+    clock.ahead = dt.timedelta(minutes=1)
     assert one.open(STATUS, cam.start().seal(STATUS, b"newer"), Role.DEVICE, name="cam1") == b"newer"
 
 
@@ -155,7 +157,7 @@ def test_a_coordinator_whose_clock_was_ahead_is_heard_again_with_a_new_home(
 ) -> None:
     other = cam.start()
     with monkeypatch.context() as ahead:
-        ahead.setattr("fedge.sealed.time.time", lambda: (now() + 200 * DAY).timestamp())
+        Clock(ahead).advance(days=200)
         wrong = server.start()
     first, second = wrong.seal(topic, b"1", to="7"), wrong.seal(topic, b"2", to="7")
     assert other.open(topic, second, Role.COORDINATOR, to="7") == b"2"

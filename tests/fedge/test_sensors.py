@@ -1,21 +1,19 @@
 from types import SimpleNamespace
 
-import psutil
-
 from fedge.sensors import temperature_c
 
 
-def test_the_hottest_sensor_counts(monkeypatch):
+def test_the_hottest_sensor_counts(sensors):
     readings = {
         "cpu": [SimpleNamespace(current=41.0), SimpleNamespace(current=63.5)],
         "gpu": [SimpleNamespace(current=50)],
     }
-    monkeypatch.setattr(psutil, "sensors_temperatures", lambda: readings, raising=False)
+    sensors(sensors_temperatures=readings)
     assert temperature_c() == 63.5
 
 
-def test_a_device_may_have_none(monkeypatch):
-    monkeypatch.setattr(psutil, "sensors_temperatures", dict, raising=False)
+def test_a_device_may_have_none(sensors):
+    sensors(sensors_temperatures={})
     assert temperature_c() is None
-    monkeypatch.delattr(psutil, "sensors_temperatures")
+    sensors(sensors_temperatures=None)
     assert temperature_c() is None

@@ -5,11 +5,11 @@ import pwd
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from fedge import service
 from fedge.errors import ConfigError, StoreError
 from fedge.service import AGENT, COORDINATOR, RUNTIME, daily, give, make_user, run, unit, write_public
 
@@ -50,10 +50,12 @@ def test_a_program_that_fails_says_why() -> None:
         run("no-such-program")
 
 
-def test_an_environment_that_services_cannot_reach_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_that_services_cannot_reach_is_refused(
+    tmp_path: Path, python_at: Callable[[Path], None]
+) -> None:
     closed = tmp_path / "home"
     closed.mkdir(mode=0o700)
-    monkeypatch.setattr(service.sys, "executable", str(closed / "bin" / "python"))
+    python_at(closed / "bin" / "python")
     (closed / "bin").mkdir()
     with pytest.raises(ConfigError, match="is closed to others: install fedge below /opt"):
         make_user()

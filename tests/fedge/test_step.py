@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
@@ -61,11 +61,8 @@ class Unnamed(Action, frozen=True, kw_only=True):
 
 
 @pytest.fixture
-def user(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    module = ModuleType("steps_of_a_user")
-    module.Sing, module.Unnamed, module.number = Sing, Unnamed, 3  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    return module
+def user(own_module: Callable[..., ModuleType]) -> ModuleType:
+    return own_module("steps_of_a_user", Sing=Sing, Unnamed=Unnamed, number=3)
 
 
 # ------------------------------------------------------------------------------------------------------ the registry

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import builtins
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedge import npz, table
+from fedge import table
 from fedge.errors import ConfigError
 from fedge.preprocess import apply
 from fedge.task import Column, Preprocessing, Schema, TaskSpec
@@ -182,8 +182,8 @@ def test_a_table_without_rows_is_refused(tmp_path: Path, text: str) -> None:
         table.read(schema, written(tmp_path, text))
 
 
-def test_a_table_that_is_too_large_is_refused(schema: Schema, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(npz, "MEMORY_SHARE", 1e-9)
+@pytest.mark.usefixtures("little_memory")
+def test_a_table_that_is_too_large_is_refused(schema: Schema, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="a quarter of it"):
         table.read(schema, written(tmp_path))
     file = parquet(tmp_path, load=[1.0], fuel=["gas"], state=["good"], private=[0], owner=["a"])
@@ -226,17 +226,10 @@ def test_a_table_needs_a_task_with_a_schema(tmp_path: Path) -> None:
 
 
 def test_without_pyarrow_parquet_says_what_to_install(
-    schema: Schema, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    schema: Schema, tmp_path: Path, not_installed: Callable[..., None]
 ) -> None:
-    imported = builtins.__import__
-
-    def without(name: str, *rest: Any) -> Any:
-        if name.startswith("pyarrow"):
-            raise ModuleNotFoundError("No module named 'pyarrow'", name="pyarrow")
-        return imported(name, *rest)
-
     (tmp_path / "rows.parquet").touch()
-    monkeypatch.setattr(builtins, "__import__", without)
+    not_installed("pyarrow")
     with pytest.raises(ConfigError, match=r"\.\[tables\]"):
         table.read(schema, tmp_path / "rows.parquet")
 

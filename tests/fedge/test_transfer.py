@@ -28,6 +28,7 @@ from fedge.topics import Topics
 from fedge.transfer import (
     ASK_BYTES,
     LISTENERS,
+    MAX_LINES,
     MAX_PIECES,
     MAX_RANGES,
     PART_KEPT_S,
@@ -41,6 +42,7 @@ from fedge.transfer import (
     _Part,
 )
 from fedge.transport import LARGE_CHUNK, BrokerSettings, Inbound, Transport
+from tests.deploy.faults import no_room
 from tests.deploy.power import in_a_process_cut_off_at
 from tests.support.broker import local_broker, transport
 
@@ -375,19 +377,19 @@ def in_small_chunks(part, data, order):
         part.write(i, data[i : i + 1], [(i, i + 1)])
 
 
-def test_the_record_of_very_small_chunks_stays_small_and_says_the_same(tmp_path, monkeypatch):
-    monkeypatch.setattr("fedge.transfer.MAX_LINES", 50)
-    data, folder, sizes = os.urandom(1000), BlobFolder(tmp_path), []
+def test_the_record_of_very_small_chunks_stays_small_and_says_the_same(tmp_path):
+    data, folder, sizes = os.urandom(3 * MAX_LINES), BlobFolder(tmp_path), []
     record = tmp_path / f"{digest_of(data)}.ranges"
-    for begin, end in ((0, 400), (400, 800), (800, 1000)):  # by three receivers, the latter from what it finds
+    for begin in range(0, len(data), MAX_LINES):  # by three receivers, the latter from what it finds
+        end = begin + MAX_LINES
         part = _Part(folder, a_ref(data), durable=False)
         assert list(part.have) == ([(0, begin)] if begin else [])
-        for i in range(begin, end, 20):
-            in_small_chunks(part, data, [*range(i, i + 20, 2), *range(i + 1, i + 20, 2)])
+        for i in range(begin, end, 2048):
+            in_small_chunks(part, data, [*range(i, i + 2048, 2), *range(i + 1, i + 2048, 2)])
             sizes.append(record.read_bytes().count(b"\n"))
-        if end < 1000:
+        if end < len(data):
             part.close()
-    assert max(sizes) <= 51
+    assert max(sizes) <= MAX_LINES + 1
     assert part.verify_and_keep()
     part.close()
     assert [path.name for path in tmp_path.iterdir()] == [digest_of(data)]
@@ -448,7 +450,7 @@ def test_a_partial_file_that_cannot_be_opened_leaves_no_handle(tmp_path):
     assert psutil.Process().num_fds() == before
 
 
-async def test_a_cancelled_fetch_leaves_the_loop_free_while_its_bytes_reach_the_disk(tmp_path, monkeypatch):
+async def test_a_cancelled_fetch_leaves_the_loop_free_while_its_bytes_reach_the_disk(tmp_path, forced):
     data = os.urandom(1000)
     folder = BlobFolder(tmp_path)
     part = _Part(folder, a_ref(data), durable=True)
@@ -456,11 +458,11 @@ async def test_a_cancelled_fetch_leaves_the_loop_free_while_its_bytes_reach_the_
     part.close()
     begun, reached, in_time = threading.Event(), threading.Event(), []
 
-    def slowly(_):
+    def slowly():
         begun.set()
         in_time.append(reached.wait(5))
 
-    monkeypatch.setattr("os.fsync", slowly)
+    forced.before = slowly
     receiver = Receiver(Transport(BrokerSettings("localhost"), "agent"), folder)
     fetching = asyncio.create_task(receiver.fetch(a_ref(data), chunks="blobs/+", wants="wants", device_id="agent"))
     assert await asyncio.to_thread(begun.wait, 30)
@@ -501,20 +503,14 @@ def test_any_order_is_hashed_right(order, n_first):
 
 
 @pytest.mark.parametrize("durable", [True, False])
-async def test_only_what_must_survive_a_power_cut_is_synced(broker, tmp_path, monkeypatch, durable):
+async def test_only_what_must_survive_a_power_cut_is_synced(broker, tmp_path, forced, durable):
     data = os.urandom(100_000)
     up, down = BlobFolder(tmp_path / "up"), BlobFolder(tmp_path / "down")
     up.put(data)
     link = transport(broker, "agent")
     receiver = Receiver(link, down, durable=durable)
     synced: list[bool] = []
-    real = os.fsync
-
-    def fsync(handle: int) -> None:
-        synced.append(digest_of(data) in down)
-        real(handle)
-
-    monkeypatch.setattr(os, "fsync", fsync)
+    forced.before = lambda: synced.append(digest_of(data) in down)
     async with serving(broker, up), link:
         await fetch(receiver, a_ref(data))
     assert synced == ([False, True] if durable else [])  # the bytes before the rename, the folder after it
@@ -583,9 +579,14 @@ async def test_fetch(broker, tmp_path, size):
     assert [p.name for p in (tmp_path / "down").iterdir()] == [digest_of(data)]
 
 
-@pytest.mark.usefixtures("mosquitto_program")
-async def test_a_broker_of_small_packets_is_asked_for_fewer_ranges(tmp_path, monkeypatch):
-    monkeypatch.setattr("fedge.mosquitto.MAX_PACKET_BYTES", 1300)
+@pytest.fixture
+def packets_of(monkeypatch, mosquitto_program):
+    """Called with the largest packet of the brokers that are started."""
+    return lambda size_bytes: monkeypatch.setattr("fedge.mosquitto.MAX_PACKET_BYTES", size_bytes)
+
+
+async def test_a_broker_of_small_packets_is_asked_for_fewer_ranges(tmp_path, packets_of):
+    packets_of(1300)
     data = os.urandom(40_000)
     up, down = BlobFolder(tmp_path / "up"), BlobFolder(tmp_path / "down")
     ref = a_ref(data)
@@ -601,9 +602,8 @@ async def test_a_broker_of_small_packets_is_asked_for_fewer_ranges(tmp_path, mon
             assert (await fetch(receiver, ref)).read_bytes() == data
 
 
-@pytest.mark.usefixtures("mosquitto_program")
-async def test_a_broker_that_takes_no_want_ends_a_fetch_with_a_reason(tmp_path, monkeypatch):
-    monkeypatch.setattr("fedge.mosquitto.MAX_PACKET_BYTES", 150)
+async def test_a_broker_that_takes_no_want_ends_a_fetch_with_a_reason(tmp_path, packets_of):
+    packets_of(150)
     async with local_broker("mosquitto", tmp_path) as broker:
         link = transport(broker, "agent")
         receiver = Receiver(link, BlobFolder(tmp_path / "down"))
@@ -664,8 +664,14 @@ async def test_two_fetches_of_one_blob_share_the_work(broker, tmp_path):
         assert wanted == [(0, len(data))]
 
 
-async def test_lost_want_is_asked_again(broker, tmp_path, monkeypatch):
-    monkeypatch.setattr("fedge.transfer.STALL_S", 0.2)
+@pytest.fixture
+def stalls_soon(monkeypatch):
+    """A fetch asks again, and gives up, sooner than in service."""
+    monkeypatch.setattr("fedge.transfer.STALL_S", 0.5)
+
+
+@pytest.mark.usefixtures("stalls_soon")
+async def test_lost_want_is_asked_again(broker, tmp_path):
     data = os.urandom(100_000)
     up = BlobFolder(tmp_path / "up")
     up.put(data)
@@ -675,9 +681,9 @@ async def test_lost_want_is_asked_again(broker, tmp_path, monkeypatch):
         assert (await fetch(receiver, a_ref(data))).read_bytes() == data
 
 
-async def test_a_stalled_fetch_says_that_it_lacks_what_was_sent(mosquitto, tmp_path, monkeypatch):
+@pytest.mark.usefixtures("stalls_soon")
+async def test_a_stalled_fetch_says_that_it_lacks_what_was_sent(mosquitto, tmp_path):
     """Its Wants bear one number until nothing comes any more, and another one then."""
-    monkeypatch.setattr("fedge.transfer.STALL_S", 0.5)
     data = os.urandom(ASK_BYTES + 1_000_000)
     ref = a_ref(data)
     link, other = transport(mosquitto, "agent"), transport(mosquitto, "sender")
@@ -707,8 +713,8 @@ async def test_a_stalled_fetch_says_that_it_lacks_what_was_sent(mosquitto, tmp_p
     assert 0 not in numbers
 
 
-async def test_sender_that_comes_late(broker, tmp_path, monkeypatch):
-    monkeypatch.setattr("fedge.transfer.STALL_S", 0.2)
+@pytest.mark.usefixtures("stalls_soon")
+async def test_sender_that_comes_late(broker, tmp_path):
     data = os.urandom(100_000)
     up = BlobFolder(tmp_path / "up")
     up.put(data)
@@ -720,9 +726,9 @@ async def test_sender_that_comes_late(broker, tmp_path, monkeypatch):
             assert (await waiting).read_bytes() == data
 
 
-async def test_cancelled_fetch_is_resumed_not_begun_again(broker, tmp_path, monkeypatch):
+@pytest.mark.usefixtures("stalls_soon")
+async def test_cancelled_fetch_is_resumed_not_begun_again(broker, tmp_path):
     """The first sender has only the first megabyte; the second is asked for the rest alone."""
-    monkeypatch.setattr("fedge.transfer.STALL_S", 0.2)
     data = os.urandom(2_000_000)
     up, down = BlobFolder(tmp_path / "up"), BlobFolder(tmp_path / "down")
     up.put(data)
@@ -748,8 +754,8 @@ async def test_cancelled_fetch_is_resumed_not_begun_again(broker, tmp_path, monk
             assert min(start for start, _ in wanted) == half
 
 
-async def test_wrong_bytes_are_thrown_away_and_fetched_again(broker, tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr("fedge.transfer.STALL_S", 0.3)
+@pytest.mark.usefixtures("stalls_soon")
+async def test_wrong_bytes_are_thrown_away_and_fetched_again(broker, tmp_path, caplog):
     data = os.urandom(100_000)
     lies = iter([bytes(100_000)] * 2)
 
@@ -763,8 +769,8 @@ async def test_wrong_bytes_are_thrown_away_and_fetched_again(broker, tmp_path, c
     assert caplog.text.count("event=digest_mismatch") == 1
 
 
-async def test_always_wrong_bytes_are_given_up_by_name(broker, tmp_path, monkeypatch):
-    monkeypatch.setattr("fedge.transfer.STALL_S", 0.3)
+@pytest.mark.usefixtures("stalls_soon")
+async def test_always_wrong_bytes_are_given_up_by_name(broker, tmp_path):
     ref = a_ref(os.urandom(100_000))
     link = transport(broker, "agent")
     receiver = Receiver(link, BlobFolder(tmp_path / "down"))
@@ -782,8 +788,8 @@ async def test_oversized_blob_is_not_even_asked_for(broker, tmp_path):
     assert caught.value.name == "oversized"
 
 
-async def test_bad_chunks_change_nothing(broker, tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr("fedge.transfer.STALL_S", 0.3)
+@pytest.mark.usefixtures("stalls_soon")
+async def test_bad_chunks_change_nothing(broker, tmp_path, caplog):
     data = os.urandom(1000)
     digest = digest_of(data)
     link = transport(broker, "agent")
@@ -803,19 +809,15 @@ async def test_bad_chunks_change_nothing(broker, tmp_path, caplog, monkeypatch):
     assert caplog.text.count("event=refused name=out-of-range") == 3
 
 
-async def test_full_disk_ends_the_transport(broker, tmp_path, monkeypatch):
+async def test_full_disk_ends_the_transport(broker, tmp_path):
     link = transport(broker, "agent")
     receiver = Receiver(link, BlobFolder(tmp_path / "down"))
     up = BlobFolder(tmp_path / "up")
     up.put(b"x" * 1000)
-
-    def full(*_: object) -> int:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("fedge.transfer._write_all", full)
-    with pytest.raises(StoreError, match="No space left"):
+    with pytest.raises(StoreError, match="File too large"):  # noqa: PT012
         async with serving(broker, up), link:
-            await fetch(receiver, a_ref(b"x" * 1000))
+            with no_room():
+                await fetch(receiver, a_ref(b"x" * 1000))
 
 
 async def test_sender_refuses_what_it_does_not_have(broker, tmp_path):
@@ -847,8 +849,8 @@ async def test_blob_that_vanishes_while_wanted_ends_nothing(broker, tmp_path, ca
     assert "event=chunk_failed" in caplog.text
 
 
-async def test_broker_killed_in_mid_transfer(broker, tmp_path, monkeypatch):
-    monkeypatch.setattr("fedge.transfer.STALL_S", 1.0)
+@pytest.mark.usefixtures("stalls_soon")
+async def test_broker_killed_in_mid_transfer(broker, tmp_path):
     data = os.urandom(6_000_000)
     up, down = BlobFolder(tmp_path / "up"), BlobFolder(tmp_path / "down")
     up.put(data)

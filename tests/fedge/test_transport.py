@@ -504,7 +504,7 @@ async def test_refused_by_a_broker_of_3_1_1():
             await asyncio.wait_for(Transport(settings, "one").__aenter__(), WAIT_S)
 
 
-async def test_a_broker_that_closes_on_us_is_explained_once_and_then_left_in_peace(monkeypatch, caplog):
+async def test_a_broker_that_closes_on_us_is_explained_once_and_then_left_in_peace(no_back_off, caplog):
     """As Mosquitto does to a client without a certificate: the TLS handshake succeeds, then it hangs up."""
     connections = 0
 
@@ -514,7 +514,6 @@ async def test_a_broker_that_closes_on_us_is_explained_once_and_then_left_in_pea
         await reader.read(1)
         writer.close()
 
-    monkeypatch.setattr("fedge.transport.BACKOFF_BASE_S", 0.0)
     server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
     async with server:
         settings = BrokerSettings("127.0.0.1", server.sockets[0].getsockname()[1])
@@ -570,9 +569,8 @@ async def test_who_asks_says_where_to_answer(mosquitto):
         assert (answer.payload, answer.response_topic, answer.correlation) == (b"!", None, b"\x00\xff")
 
 
-def test_nobody_waits_for_a_broker_that_does_not_answer(monkeypatch):
-    """Stopped while it connects, a program ends, whatever the time that the connection is given."""
-    monkeypatch.setattr("fedge.transport.CONNECT_TIMEOUT_S", 3600.0)
+def test_nobody_waits_for_a_broker_that_does_not_answer():
+    """Stopped while it connects, a program ends, although the connection still has its time."""
 
     async def stopped() -> None:
         away = Transport(BrokerSettings("127.0.0.1", port), "waits")

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from fedge import weights
-from fedge.errors import ConfigError, StoreError
+from fedge.errors import ConfigError
 from fedge.task import TaskSpec
 from fedge.tensors import Layout, TensorInfo, digest_of, to_bytes
 from fedge.weights import has, keep, named, needed_on_devices, read, tell_fresh_head, with_network
+from tests.deploy.faults import no_room
 
 TASK = TaskSpec(name="t", classes=("a", "b"), input_shape=(4,), model="mlp", model_options={"hidden": 3})
 DATA = to_bytes({"head.weight": np.zeros((3, 3), np.float32), "head.bias": np.zeros(3, np.float32)})
@@ -77,12 +78,11 @@ def test_what_is_not_here_or_damaged_is_said(cache: Path) -> None:
     assert read(digest) == DATA
 
 
-def test_where_nothing_can_be_written_the_process_holds_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise StoreError("no")
-
-    monkeypatch.setattr(weights, "write_atomically", full)
-    assert read(keep(DATA)) == DATA
+def test_where_nothing_can_be_written_the_process_holds_them(cache: Path) -> None:
+    with no_room():
+        digest = keep(DATA)
+    assert not list(cache.glob("**/*.safetensors"))
+    assert read(digest) == DATA
 
 
 @pytest.mark.parametrize(("n_classes", "told"), [(2, True), (3, False)])

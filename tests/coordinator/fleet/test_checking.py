@@ -13,8 +13,7 @@ import numpy as np
 import psutil
 import pytest
 
-from coordinator.fleet import checking
-from coordinator.fleet.checking import CheckPool
+from coordinator.fleet.checking import ATTEMPTS, CheckPool
 from fedge import codec
 from fedge.codec import Codec
 from fedge.errors import ProtocolError, StoreError
@@ -27,10 +26,10 @@ WAIT_S = 300.0
 
 
 @pytest.fixture(params=["thread", "process"])
-def pool(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[CheckPool]:
+def pool(request: pytest.FixtureRequest) -> Iterator[CheckPool]:
     """Checks updates of six numbers in a thread, or all in processes."""
     if request.param == "process":
-        monkeypatch.setattr(checking, "SMALL", 0)
+        request.getfixturevalue("checked_in_processes")
     with contextlib.closing(CheckPool()) as opened:
         yield opened
 
@@ -97,15 +96,15 @@ async def test_the_check_of_a_killed_process_is_repeated_by_another(pool: CheckP
 
 
 @in_processes
-async def test_an_update_that_kills_all_its_checkers_is_refused(
-    pool: CheckPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(checking, "ATTEMPTS", 1)
+async def test_an_update_that_kills_all_its_checkers_is_refused(pool: CheckPool, tmp_path: Path) -> None:
     file, before = tmp_path / "update", children()
     os.mkfifo(file)
     check = asyncio.create_task(pool.norms(file, Codec.INT8, LAYOUT))
-    (await new_child(before)).kill()
-    with pytest.raises(ProtocolError, match="unchecked: 1 processes died"):
+    for _ in range(ATTEMPTS):
+        killed = await new_child(before)
+        before.add(killed)
+        killed.kill()
+    with pytest.raises(ProtocolError, match="unchecked: 3 processes died"):
         await check
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import psutil
 import pytest
 
-from coordinator.fleet import Answer, checking, mqtt
+from coordinator.fleet import Answer, mqtt
 from coordinator.fleet.mqtt import MqttFleet
 from coordinator.fleet.orders import OrderStatus
 from coordinator.methods import State
@@ -189,10 +189,25 @@ async def test_an_answer_that_an_intake_accepted_first_may_be_handed_out_before_
     await fleet.rest(0.6)  # raises what failed in the background
 
 
-async def test_what_an_intake_accepted_while_the_method_worked_is_kept_when_the_round_is_committed(
-    one_broker: LocalBroker, stack: AsyncExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """How far the dispatcher's clock is ahead of ours."""
+    clock = SimpleNamespace(ahead_s=0.0)
+    ahead = SimpleNamespace(time=time.time, monotonic=lambda: time.monotonic() + clock.ahead_s)
+    monkeypatch.setattr("coordinator.fleet.mqtt.time", ahead)
+    return clock
+
+
+@pytest.fixture
+def seldom_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The dispatcher does not look into the store for what others have accepted, unless something makes it."""
     monkeypatch.setattr(mqtt, "LOOK_AT_STORE_S", 60.0)
+
+
+@pytest.mark.usefixtures("seldom_looks")
+async def test_what_an_intake_accepted_while_the_method_worked_is_kept_when_the_round_is_committed(
+    one_broker: LocalBroker, stack: AsyncExitStack, tmp_path: Path
+) -> None:
     home = tmp_path / "server"
     store = stack.enter_context(contextlib.closing(Store(home)))
     intake = stack.enter_context(contextlib.closing(Store(home, intake=True)))
@@ -210,10 +225,10 @@ async def test_what_an_intake_accepted_while_the_method_worked_is_kept_when_the_
     assert (await anext(stream)).device_id == "b"
 
 
+@pytest.mark.usefixtures("seldom_looks")
 async def test_an_answer_that_came_while_the_method_worked_is_handed_out_at_once(
-    one_broker: LocalBroker, store: Store, stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch
+    one_broker: LocalBroker, store: Store, stack: AsyncExitStack
 ) -> None:
-    monkeypatch.setattr(mqtt, "LOOK_AT_STORE_S", 60.0)
     fleet, (a, b) = await federation(stack, one_broker, store, "a", "b")
     stream = fleet.stream("s", dict.fromkeys(("a", "b"), train(fleet)))
     first = asyncio.create_task(anext(stream))
@@ -287,7 +302,7 @@ async def test_a_foreign_report_holds_back_neither_an_order_nor_its_own_device(
 
 
 async def test_late_and_repeated_reports_get_the_same_verdict_and_change_nothing(
-    one_broker: LocalBroker, store: Store, stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch
+    one_broker: LocalBroker, store: Store, stack: AsyncExitStack, clock: SimpleNamespace
 ) -> None:
     fleet, (a, late) = await federation(stack, one_broker, store, "a", "late")
     action = train(fleet)
@@ -295,8 +310,7 @@ async def test_late_and_repeated_reports_get_the_same_verdict_and_change_nothing
     order, missed = await a.order("train"), await late.order("train")
     await a.report(order, a.trained(0.5))
     assert (await a.ack(order.id)).accepted
-    later = SimpleNamespace(time=time.time, monotonic=lambda: time.monotonic() + DEADLINE_S)
-    monkeypatch.setattr("coordinator.fleet.mqtt.time", later)
+    clock.ahead_s = DEADLINE_S
     fleet._something_happened.set()
     await running
     before = store.entries(1)
@@ -478,10 +492,10 @@ async def test_a_bad_update_is_rejected_by_name(
     assert [e.status for e in store.entries(1)] == [OrderStatus.REJECTED, OrderStatus.ACCEPTED]
 
 
+@pytest.mark.usefixtures("checked_in_processes")
 async def test_updates_checked_in_processes_are_refused_and_accepted_alike_though_one_is_killed(
-    one_broker: LocalBroker, store: Store, stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch
+    one_broker: LocalBroker, store: Store, stack: AsyncExitStack
 ) -> None:
-    monkeypatch.setattr(checking, "SMALL", 0)
     fleet, (bad, good) = await federation(stack, one_broker, store, "bad", "good")
     action = train(fleet, Codec.FLOAT32)
     for label in ("first", "second"):
@@ -650,19 +664,16 @@ async def test_why_a_device_did_not_do_its_work_is_logged_and_told_with_its_name
 
 
 async def test_a_slow_device_gets_the_time_that_it_needs_also_after_a_restart(
-    one_broker: LocalBroker, store: Store, stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch
+    one_broker: LocalBroker, store: Store, stack: AsyncExitStack, clock: SimpleNamespace
 ) -> None:
     """Its last order took nearly as long as a step lasts by default, and this one is twice as much work."""
-    passed_s = 0.0
-    clock = SimpleNamespace(time=time.time, monotonic=lambda: time.monotonic() + passed_s)
-    monkeypatch.setattr("coordinator.fleet.mqtt.time", clock)
     async with AsyncExitStack() as first:
         fleet, (slow,) = await federation(first, one_broker, store, "slow", deadline_s=100)
         start = Start(model=fleet.put(tensors(1.0)))
         running = asyncio.create_task(fleet.run("train", {"slow": Train(starts=(start,), sgd=Sgd(steps=100))}))
         order = await slow.order("train")
         assert order.left_s <= 100
-        passed_s = 50
+        clock.ahead_s = 50
         await slow.report(order, slow.trained(0.5), seconds=50)
         await running
         twice = {"slow": Train(starts=(start,), sgd=Sgd(steps=200))}

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from msgspec.structs import replace
 
 from coordinator.blobs import Blobs
 from coordinator.fleet import uploads
-from coordinator.fleet.uploads import Uploads
+from coordinator.fleet.uploads import SPARE_FILES, Uploads
 from fedge.broker import LocalBroker
 from fedge.errors import ProtocolError
 from fedge.messages import BlobRef
@@ -17,14 +18,18 @@ from tests.support.broker import transport
 from tests.support.device import LAYOUT, RawDevice
 
 
-async def test_a_silent_device_gives_its_place_to_the_next_until_it_is_not_waited_for(
+async def test_an_unresponsive_device_gives_its_place_to_the_next_until_it_is_not_waited_for(
     one_broker: LocalBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(uploads, "SMALL_FETCHES", 1)
     monkeypatch.setattr(uploads, "GIVES_WAY_S", 1.0)
     link = transport(one_broker, "intake")
     blobs = Blobs(tmp_path / "blobs")
-    fetching = Uploads(link, blobs, blobs, Topics("f"), LAYOUT, lambda _, payload: payload)
+    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (SPARE_FILES + 2, allowed[1]))  # files for one fetch at a time
+    try:
+        fetching = Uploads(link, blobs, blobs, Topics("f"), LAYOUT, lambda _, payload: payload)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, allowed)
     async with link, RawDevice(one_broker, "speaks", tmp_path) as speaks, RawDevice(one_broker, "silent", tmp_path):
         wanted = True
         never = BlobRef(digest="0" * 64, size_bytes=10)

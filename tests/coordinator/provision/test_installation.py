@@ -70,8 +70,10 @@ def test_only_a_broker_that_serves_this_very_federation_is_started_anew(
     open_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     as_debian_has_it()
-    started: list[str] = []
-    monkeypatch.setattr(installation.service, "run", lambda *words: started.append(" ".join(words)))
+    started, systemctl = open_folder / "started", open_folder / "systemctl"
+    systemctl.write_text(f'#!/bin/sh\necho "$@" >> {started}\n')
+    systemctl.chmod(0o755)
+    monkeypatch.setenv("PATH", str(open_folder), prepend=os.pathsep)
     one, other = Authority(open_folder / "one").issuer, Authority(open_folder / "other").issuer
     (open_folder / "conf.d").mkdir()
     assert "--identity" in restart_broker(one, open_folder / "conf.d")
@@ -80,7 +82,7 @@ def test_only_a_broker_that_serves_this_very_federation_is_started_anew(
         monkeypatch.setattr(installation.service, "RUNNING", systemd)
         assert said in restart_broker(one, open_folder / "conf.d")
     assert "--identity" in restart_broker(other, open_folder / "conf.d"), "of the same name, in another folder"
-    assert started == ["systemctl restart mosquitto"]
+    assert started.read_text() == "restart mosquitto\n"
     assert conf_file(one).parent == Path("/etc/mosquitto/conf.d")
 
 

@@ -1,7 +1,6 @@
 """`fedge rollout` without a broker: plans, requests, status. With one: tests/integration/test_rollout.py."""
 
 import json
-from datetime import timedelta
 
 import msgspec
 import pytest
@@ -11,10 +10,11 @@ from coordinator.rollout import Plan, Progress
 from coordinator.rollout.cli import RolloutSettings, _observer, plan_of, rollout
 from coordinator.rollout.folder import Folder, Line, Record, Request
 from coordinator.rollout.service import Release
-from export.signing import LIFETIMES, Repository
+from export.signing import Repository
 from fedge.errors import ConfigError
 from fedge.messages import Phase, Quality, RolloutState
 from tests.deploy.bundles import variant
+from tests.support.clock import Clock
 
 
 def run(*arguments):
@@ -119,7 +119,7 @@ def test_without_a_rollout(tmp_path, command):
 
 
 def test_a_release_whose_signatures_have_expired_is_not_begun(tmp_path, monkeypatch):
-    monkeypatch.setitem(LIFETIMES, "timestamp", timedelta(days=-1))
+    Clock(monkeypatch).advance(days=-31)  # of the machine that signs; its timestamp is good for 30
     Repository.create(tmp_path / "repo").add(variant(tmp_path / "bundle", release=2))
 
     with pytest.raises(ConfigError, match=r"timestamp have expired.*fedge release renew"):

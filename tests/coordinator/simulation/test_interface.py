@@ -10,7 +10,7 @@ import re
 import signal
 import subprocess
 import sys
-import types
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -222,13 +222,13 @@ def test_threads_of_torch_are_as_they_were() -> None:
         torch.set_num_threads(before)
 
 
-def test_pandas_is_used_where_it_is_and_missed_with_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pandas_is_used_where_it_is_and_missed_with_words(
+    not_installed: Callable[..., None], own_module: Callable[..., object]
+) -> None:
     found = fedge.simulate(method="local", **SMALL)
-    monkeypatch.setitem(sys.modules, "pandas", None)
+    not_installed("pandas")
     with pytest.raises(ConfigError, match="pip install pandas"):
         found.to_pandas()
-    pandas = types.ModuleType("pandas")
-    pandas.DataFrame = list  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "pandas", pandas)
+    own_module("pandas", DataFrame=list)  # the tests do not bring it
     assert [row["device"] for row in found.to_pandas()] == ["device-0", "device-1", "device-2"]
     assert "<svg" in found._repr_html_()

@@ -2,12 +2,10 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-import export.parity
 from deploy import load
 from edge_agent.steps.install import fine_tuned
 from edge_agent.worker import Worker
@@ -155,18 +153,8 @@ def test_sensitive_samples_take_part_and_the_result_does_not_show_it(tmp_path: P
     assert manifest_of(tmp_path / "a", one).candidates != manifest_of(tmp_path / "b", other).candidates
 
 
-def test_a_marked_sample_on_which_a_graph_fails_does_not_show_either(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = export.parity.run
-
-    def spoiled(graph: bytes, folder: Path, x: Any) -> Any:
-        """ONNX Runtime fails on the samples of value 7."""
-        p, *others = real(graph, folder, x)
-        p[(x == 7).reshape(len(x), -1).all(axis=1)] = np.nan
-        return [p, *others]
-
-    monkeypatch.setattr(export.parity, "run", spoiled)
+@pytest.mark.usefixtures("fails_on_sevens")
+def test_a_marked_sample_on_which_a_graph_fails_does_not_show_either(tmp_path: Path) -> None:
     plain = device_data()
     marked = replace(
         plain,

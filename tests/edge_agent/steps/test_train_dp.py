@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -209,8 +210,8 @@ def test_training_that_diverges_is_paid_for(tmp_path: Path) -> None:
     assert len(Ledger(tmp_path).charges) == 1
 
 
-def test_it_needs_opacus_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "opacus.accountants.analysis.rdp", None)
+def test_it_needs_opacus_and_says_so(tmp_path: Path, not_installed: Callable[..., None]) -> None:
+    not_installed("opacus")
     blobs = Blobs()
     fixed = msgspec.structs.replace(PRIVACY, epsilon=None, noise_multiplier=1.0)
     failed = worker(tmp_path, max_epsilon=3.0).execute(order(train(blobs, fixed)), blobs).result

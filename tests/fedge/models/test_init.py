@@ -1,6 +1,6 @@
-import sys
 import types
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -76,10 +76,8 @@ TOY = TaskSpec(name="toy", classes=("a", "b", "c"), input_shape=(6,), model="net
 
 
 @pytest.fixture
-def user(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    module = types.ModuleType("networks_of_a_user")
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    return module
+def user(own_module: Callable[..., types.ModuleType]) -> types.ModuleType:
+    return own_module("networks_of_a_user")
 
 
 def test_the_head_is_the_layer_that_gives_the_logits_wherever_it_is_registered(user: types.ModuleType) -> None:

@@ -2,9 +2,8 @@
 
 import gzip
 import struct
-import sys
-import types
 import zipfile
+from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
 
@@ -159,10 +158,8 @@ class Own:
 
 
 @pytest.fixture
-def own(monkeypatch: pytest.MonkeyPatch) -> type:
-    module = types.ModuleType("own_task")
-    module.Own = Own  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "own_task", module)
+def own(own_module: Callable[..., object]) -> type:
+    own_module("own_task", Own=Own)
     return Own
 
 
