@@ -1,8 +1,6 @@
 """A broker for one machine, as a child process: Mosquitto if installed, otherwise amqtt.
 
-The child never outlives us, even after kill -9: it asks the kernel (Linux: PR_SET_PDEATHSIG) to be killed with the
-thread that started it. It does so in a Python trampoline, `python -m fedge.broker --exec ...`, which then becomes
-Mosquitto or runs amqtt; a hook between fork and exec would not be safe in a process with threads.
+The child never outlives us, even after kill -9 (`fedge.tether`).
 
 amqtt lacks MQTT 5 and redelivery, and formats every payload for a debug line that cannot be switched off. It is only a
 fallback that needs no installation.
@@ -170,7 +168,7 @@ class LocalBroker:
 
     def _command(self, home: Path) -> list[str]:
         if self.name == "amqtt":
-            return child.command("fedge.broker", "--amqtt", self.host, str(self.port), str(os.getpid()))
+            return child.tethered(*child.command("fedge.broker", self.host, str(self.port)))
         config = home / "mosquitto.conf"
         if self._identity is None:
             text = mosquitto_config(mosquitto.for_everybody(self.host, self.port))
@@ -181,7 +179,7 @@ class LocalBroker:
             text = mosquitto_config(mosquitto.before_listeners() + listener, home)
         config.write_text(text, encoding="utf-8")
         program = mosquitto_path() or "mosquitto"
-        return child.command("fedge.broker", "--exec", str(os.getpid()), program, "-c", str(config))
+        return child.tethered(program, "-c", str(config))
 
     async def _listens(self) -> bool:
         try:
@@ -280,20 +278,6 @@ async def _serve_amqtt(host: str, port: int) -> None:
     await server.shutdown()
 
 
-def main(arguments: list[str]) -> None:
-    """The child: `--exec PARENT PROGRAM ARGUMENT...` or `--amqtt HOST PORT PARENT`."""
-    match arguments:
-        case ["--exec", parent, program, *rest]:
-            child.die_with_parent(int(parent))
-            os.execv(program, [program, *rest])  # noqa: S606
-        case ["--amqtt", host, port, parent]:
-            child.die_with_parent(int(parent))
-            logging.basicConfig(level=logging.ERROR)
-            asyncio.run(_serve_amqtt(host, int(port)))
-        case _:
-            raise SystemExit(f"this is a part of `fedge broker`; got {arguments}")
-
-
 # -------------------------------------------------------------------------------------------------- `fedge broker`
 
 
@@ -353,4 +337,5 @@ def broker(kind: str, host: str, port: int, home: Path | None, identity: Path | 
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    logging.basicConfig(level=logging.ERROR)
+    asyncio.run(_serve_amqtt(sys.argv[1], int(sys.argv[2])))

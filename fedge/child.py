@@ -7,7 +7,6 @@ by the function's annotations. Log records come the same way and are logged here
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import os
 import signal
@@ -23,6 +22,7 @@ from typing import Any, Final, Self, TypeVar, get_type_hints
 import msgspec
 import numpy as np
 
+from fedge import tether
 from fedge.errors import MALFORMED, ConfigError, FedgeError, StoreError
 from fedge.loading import load_object
 from fedge.stopping import Stop, StoppedError, never
@@ -40,6 +40,11 @@ END_S: Final = 5.0
 def command(module: str, *words: str) -> list[str]:
     """`python -m MODULE WORDS...`, without files in the present folder shadowing our modules."""
     return [sys.executable, "-P", "-m", module, *words]
+
+
+def tethered(*words: str) -> list[str]:
+    """A command that the kernel kills with the thread that starts it."""
+    return [sys.executable, "-I", "-S", tether.__file__, str(os.getpid()), *words]
 
 
 def environment() -> dict[str, str]:
@@ -155,15 +160,6 @@ def call(function: str, *arguments: object, returns: type[R], timeout_s: float |
 # ------------------------------------------------------------------------------------------------------- the child
 
 
-def die_with_parent(parent: int) -> None:
-    """Ask the kernel to kill this process with the thread that started it (Linux; elsewhere nothing happens)."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1  # sys/prctl.h
-        ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # it died before we could ask
-            raise SystemExit(1)
-
-
 class _Wire(logging.Handler):
     """What the child tells its parent: log records and the outcome of a call."""
 
@@ -231,7 +227,7 @@ def _rich(kind: Any, value: Any) -> Any:
 
 if __name__ == "__main__":
     function, descriptor, parent = sys.argv[1:]
-    die_with_parent(int(parent))
+    tether.die_with_parent(int(parent))
     for number in (signal.SIGINT, signal.SIGTERM):  # sent to a whole group: the parent decides when the child ends
         signal.signal(number, signal.SIG_IGN)
     _serve(function, Connection(int(descriptor)))

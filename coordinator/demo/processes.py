@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
-from fedge.child import command, environment
+from fedge.child import command, environment, tethered
 from fedge.errors import FedgeError
 
-TETHER: Final = Path(__file__).with_name("tether.py")
 GRACE_S: Final = 10.0
 """Time for a child to end after SIGTERM; then it is killed."""
 
@@ -60,7 +57,7 @@ class Children:
     """Starts `fedge` commands; on exit from the context all are stopped, the last started first.
 
     A child gets a process group of its own, so that Ctrl-C reaches only the demo, which then stops them in order; if
-    the demo itself is killed, the tether stops them.
+    the demo itself is killed, the kernel kills them.
     """
 
     def __init__(self, logs: Path) -> None:
@@ -77,10 +74,9 @@ class Children:
     def start(self, name: str, arguments: Sequence[str]) -> Child:
         """Run `fedge ARGUMENTS` with logs/NAME.log and logs/NAME.out. Call it from the main thread."""
         output, log = self._logs / f"{name}.out", self._logs / f"{name}.log"
-        tether = (sys.executable, "-I", "-S", str(TETHER), str(os.getpid()))
         with output.open("wb") as stdout, log.open("wb") as stderr:
             process = subprocess.Popen(
-                [*tether, *command("fedge.cli", *arguments)],
+                tethered(*command("fedge.cli", *arguments)),
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from fedge import broker as module
-from fedge.broker import LocalBroker, broker, choose, free_port, main, mosquitto_config
+from fedge.broker import LocalBroker, broker, choose, free_port, mosquitto_config
 from fedge.errors import ConfigError, TransportError
 from fedge.mosquitto import for_everybody
 from tests.support.broker import BROKERS, transport
@@ -166,11 +166,6 @@ def test_help_has_examples():
     result = CliRunner().invoke(broker, ["--help"])
     assert result.exit_code == 0
     assert "fedge broker --host 0.0.0.0" in result.output
-
-
-def test_child_refuses_unknown_arguments():
-    with pytest.raises(SystemExit, match="part of `fedge broker`"):
-        main(["--nonsense"])
 
 
 def test_free_port_can_be_used_and_is_none_that_the_system_gives_away():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 
-from coordinator.demo import tether
+from fedge import tether
 
 
 def test_children_end_when_their_parent_is_killed(tmp_path: Path) -> None:
@@ -17,10 +17,9 @@ def test_children_end_when_their_parent_is_killed(tmp_path: Path) -> None:
             """
             import signal, subprocess, sys
             from pathlib import Path
-            from coordinator.demo import processes
+            from fedge.child import tethered
             sleeper = [sys.executable, "-c", "print('up', flush=True); import signal; signal.pause()"]
-            child = subprocess.Popen([sys.executable, str(processes.TETHER), str(__import__("os").getpid()), *sleeper],
-                                     stdout=subprocess.PIPE, start_new_session=True)
+            child = subprocess.Popen(tethered(*sleeper), stdout=subprocess.PIPE, start_new_session=True)
             child.stdout.readline()
             print(child.pid, flush=True)
             signal.pause()
@@ -40,5 +39,5 @@ def test_a_tether_whose_parent_is_already_gone_runs_nothing(tmp_path: Path) -> N
     marker = tmp_path / "ran"
     not_our_parent = "1" if os.getpid() != 1 else "2"
     command = [sys.executable, "-c", f"open({str(marker)!r}, 'w')"]
-    assert subprocess.run([sys.executable, str(tether.__file__), not_our_parent, *command], check=False).returncode == 1
+    assert subprocess.run([sys.executable, tether.__file__, not_our_parent, *command], check=False).returncode == 1
     assert not marker.exists()
