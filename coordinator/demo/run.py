@@ -25,7 +25,6 @@ from coordinator.fleet import Fleet
 from coordinator.fleet.simulated import SimulatedFleet
 from coordinator.methods import DEFAULT, MethodSettings, ModelState, Option, make, method_class, steps_alone
 from coordinator.methods.local import Local, learn_alone
-from coordinator.service import NO_OPTIONS
 from coordinator.simulation.compare import Comparison, Demonstration, compare_runs
 from coordinator.simulation.federation import Federation
 from coordinator.simulation.interface import one_thread
@@ -67,9 +66,7 @@ class Cameras:
     server_data: Path | None = None
 
 
-def run(
-    settings: DemoSettings, watch: Callable[[str], None], options: Mapping[str, Option] = NO_OPTIONS
-) -> Demonstration:
+def run(settings: DemoSettings, watch: Callable[[str], None], options: Mapping[str, Option]) -> Demonstration:
     """Run the federation, the inference and the baselines; all processes have ended when it returns.
 
     `watch`: called with lines of progress. `options` are the method's own.
@@ -116,17 +113,18 @@ async def over_mqtt(
             await enrol(settings, federation, cameras.shares, children)
         async with broker_of(settings) as (address, broker):
             common = ["--broker", address, "--federation", federation]
-            summary, curve = await federate(settings, cameras, common, children, watch, options)
+            summary = await federate(settings, cameras, common, children, watch, options)
         bundles = installed_bundles(settings, cameras, summary)
         watch("inference by ONNX Runtime")
         predicted = await infer(settings, bundles, children)
+    reported = {line["round"]: line["accuracy"] for line in summary["history"] if line["accuracy"] is not None}
     network = Network(cameras.task)
     experts = {
         i: network.logits(best_expert(bundles[i], network.layout), apply(cameras.task, share.x_test)).argmax(axis=1)
         for i, share in cameras.shares.items()
     }
 
-    def measured(method: str, classes: Mapping[str, NDArray[np.integer]], curve: Sequence[Point]) -> RunOutcome:
+    def measured(method: str, classes: Mapping[str, NDArray[np.integer]]) -> RunOutcome:
         devices = [
             DeviceOutcome(
                 id=i,
@@ -152,12 +150,13 @@ async def over_mqtt(
             max_abs_diff=max(look(folder)[0].max_abs_diff for folder in bundles.values()),
             split=summary["split"],
             clusters={k: tuple(members) for k, members in summary["clusters"].items()},
-            curve=(*curve, Point(round=settings.rounds, accuracy=accuracy, **traffic, seconds=0.0)),
+            curve=(Point(round=settings.rounds, accuracy=accuracy, **traffic, seconds=0.0),),
+            validation=reported,
             wall_s=summary["wall_s"],
             evaluation_s=0.0,
         )
 
-    return [measured("expert", experts, ()), measured("personal", predicted, curve)], summary, broker
+    return [measured("expert", experts), measured("personal", predicted)], summary, broker
 
 
 # ------------------------------------------------------------------------------------------------------- the data
@@ -271,8 +270,8 @@ async def federate(
     children: Children,
     watch: Callable[[str], None],
     options: Mapping[str, Option],
-) -> tuple[dict[str, Any], list[Point]]:
-    """Run coordinator and agents until the coordinator is done; its summary, and accuracy by round."""
+) -> dict[str, Any]:
+    """Run coordinator and agents until the coordinator is done, and return its summary."""
     watch(f"{settings.method} over {common[1]}")
     common = [*common, "--task", str(settings.folder / "task.json"), "--allow", ",".join(cameras.task.code)]
     home = settings.folder / "coordinator"
@@ -292,9 +291,10 @@ async def federate(
         children.start(i, ["agent", *common, *identity(settings, i, "identity"), "--id", i, *_agent_flags(settings, i)])
         for i in cameras.shares
     ]
-    curve = await follow(coordinator, agents)
+    await follow(coordinator, agents)
     children.stop(agents)
-    return json.loads((home / "summary.json").read_bytes()), curve
+    summary: dict[str, Any] = json.loads((home / "summary.json").read_bytes())
+    return summary
 
 
 def _coordinator_flags(settings: DemoSettings, cameras: Cameras, options: Mapping[str, Option]) -> list[str]:
@@ -316,14 +316,13 @@ def _agent_flags(settings: DemoSettings, device_id: str) -> list[str]:
     return flags
 
 
-async def follow(coordinator: Child, agents: Sequence[Child]) -> list[Point]:
-    """Show the coordinator's progress until it ends; validation accuracy by round.
+async def follow(coordinator: Child, agents: Sequence[Child]) -> None:
+    """Show the coordinator's progress until it ends.
 
     Raises:
         ProcessError: it failed, or an agent ended before it.
     """
     progress = Progress(live=sys.stderr.isatty())
-    curve: dict[int, Point] = {}
     with contextlib.closing(progress), coordinator.output.open("rb") as output:
         waiting, running = b"", True
         while running:
@@ -333,15 +332,8 @@ async def follow(coordinator: Child, agents: Sequence[Child]) -> list[Point]:
             *lines, waiting = (waiting + output.read()).split(b"\n")
             for event in map(json.loads, lines):
                 progress.observe(event["event"], event)
-                if event["event"] == "round_done" and event["history"]:
-                    last, traffic = event["history"][-1], {name: event[name] for name in ("bytes_up", "bytes_down")}
-                    if last["accuracy"] is not None and last["round"] not in curve:
-                        curve[last["round"]] = Point(
-                            round=last["round"], accuracy=last["accuracy"], **traffic, seconds=0.0
-                        )
             await asyncio.sleep(POLL_S)
     coordinator.require(0)
-    return list(curve.values())
 
 
 def installed_bundles(settings: DemoSettings, cameras: Cameras, summary: Mapping[str, Any]) -> dict[str, Path]:

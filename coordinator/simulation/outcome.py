@@ -82,7 +82,8 @@ class RunOutcome(Struct, frozen=True, kw_only=True):
     bundle in ONNX Runtime. `cold_start`: the same accuracy over the late joiners, whom all other figures leave out.
     `global_accuracy`: mean over the devices of the model that each is served, on the global test set. `max_abs_diff`:
     largest difference of a probability between torch and ONNX Runtime. `details`: numbers of the method's own summary,
-    such as the silhouette of its clusters. `evaluation_s`: the part of `wall_s` spent on measuring. `draws` of the
+    such as the silhouette of its clusters. `validation`: accuracy by round that the devices reported of the model they
+    received, on validation samples. `evaluation_s`: the part of `wall_s` spent on measuring. `draws` of the
     partition, and samples `moved` after the last, until each device had enough; None: unknown.
     """
 
@@ -110,6 +111,7 @@ class RunOutcome(Struct, frozen=True, kw_only=True):
     wall_s: float
     evaluation_s: float
     details: dict[str, float] = {}
+    validation: dict[int, float] = {}
     cold_start: float | None = None
     draws: int | None = None
     moved: int | None = None

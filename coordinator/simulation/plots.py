@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.resources import files
@@ -66,14 +66,7 @@ STYLE: Any = {
 def curves(runs: Sequence[RunOutcome], label: str = "round") -> str:
     """Accuracy against one of `AXES`."""
     with figure(3.4) as (axes, svg):
-        _draw(axes, _by_method(runs), label, CLUSTERS, floor_of([run.accuracy for run in runs]))
-    return svg[0]
-
-
-def accuracy_by_round(method: str, curve: Sequence[Point]) -> str:
-    """A single line."""
-    with figure(2.9) as (axes, svg):
-        _draw(axes, {method: [curve]} if curve else {}, "round", CLUSTERS, 0.0)
+        _draw(axes, runs, label, CLUSTERS)
     return svg[0]
 
 
@@ -84,26 +77,15 @@ def draw_by_round(runs: Sequence[RunOutcome], axes: Any = None) -> Any:
 
         _, axes = plt.subplots()
     light = light_colours()
-    colours = [light[f"--cluster-{i}"] for i in range(N_COLOURS)]
-    _draw(axes, _by_method(runs), "round", colours, floor_of([run.accuracy for run in runs]))
+    _draw(axes, runs, "round", [light[f"--cluster-{i}"] for i in range(N_COLOURS)])
     return axes
 
 
-Curves = list[Sequence[Point]]
-"""Of a method, one for each seed."""
-
-
-def _by_method(runs: Sequence[RunOutcome]) -> dict[str, Curves]:
-    found = defaultdict[str, Curves](list)
-    for run in runs:
-        found[run.method].append(run.curve)
-    return found
-
-
-def _draw(axes: Axes, by_method: Mapping[str, Curves], label: str, colours: Sequence[str], floor: float) -> None:
+def _draw(axes: Axes, runs: Sequence[RunOutcome], label: str, colours: Sequence[str]) -> None:
     """Means over the seeds, point by point; the shade reaches from the lowest seed to the highest."""
-    for number, (method, found) in enumerate(by_method.items()):
-        curves = common_points(found)
+    methods = tuple(dict.fromkeys(run.method for run in runs))
+    for number, method in enumerate(methods):
+        curves = common_points([run.curve for run in runs if run.method == method])
         places = np.array([[AXES[label](point) for point in curve] for curve in curves]).mean(axis=0)
         accuracy = np.array([[point.accuracy for point in curve] for curve in curves])
         colour, style = colours[number % N_COLOURS], LINES[number // N_COLOURS % len(LINES)]
@@ -113,18 +95,29 @@ def _draw(axes: Axes, by_method: Mapping[str, Curves], label: str, colours: Sequ
         axes.plot(places[-1], accuracy[:, -1].mean(), "o", label=name, color=colour, markersize=4)  # the bundles
         if len(curves) > 1 and len(places) > 2:
             axes.fill_between(places, accuracy.min(axis=0), accuracy.max(axis=0), color=colour, alpha=0.12, lw=0)
-    axes.set_ylim(bottom=floor)
+    axes.set_ylim(bottom=floor_of([run.accuracy for run in runs]))
     axes.set_xlabel(label)
     axes.xaxis.set_major_locator(MaxNLocator(integer=label == "round"))
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    if by_method:
-        axes.legend(loc="lower right", ncols=1 + len(by_method) // 7)
+    axes.legend(loc="lower right", ncols=1 + len(methods) // 7)
 
 
 def common_points(curves: Sequence[Sequence[Point]]) -> list[list[Point]]:
     """The points of rounds that every curve has, and each curve's last one: a method may end early."""
     rounds = set.intersection(*({point.round for point in curve[:-1]} for curve in curves))
     return [[*(point for point in curve[:-1] if point.round in rounds), curve[-1]] for curve in curves]
+
+
+def accuracy_by_round(by_method: Mapping[str, Mapping[int, float]]) -> str:
+    """Lines of validation accuracy over the rounds."""
+    with figure(2.9) as (axes, svg):
+        for colour, (method, curve) in zip(CLUSTERS, by_method.items(), strict=False):
+            axes.plot(list(curve), list(curve.values()), label=method, color=colour, linewidth=1.8)
+        axes.set_xlabel("round")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+        axes.legend(loc="lower right")
+    return svg[0]
 
 
 def cluster_map(demo: Demonstration) -> str:

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from coordinator.simulation import plots
 from coordinator.simulation.compare import Comparison, Demonstration, MethodOutcome, Spread
-from coordinator.simulation.outcome import Cost, Point, RunOutcome, as_csv, cost_of, megabytes
+from coordinator.simulation.outcome import Cost, RunOutcome, as_csv, cost_of, megabytes
 from coordinator.simulation.settings import Scenario
 from fedge.files import write_atomically
 
@@ -386,7 +386,9 @@ def of_run(outcome: RunOutcome, scenario: Scenario, target: float | None = None)
 
 def of_demo(demo: Demonstration) -> Report:
     """The results of `fedge demo`."""
-    rows, plot = demo.rows(), plots.curves(demo.runs)
+    rows = demo.rows()
+    told = {run.method: run.validation for run in demo.runs if run.method in {"fedavg", "personal"}}
+    plot = plots.accuracy_by_round(told)
     cluster_map = plots.cluster_map(demo) if len(demo.places) > 1 else "<p>This method compares no updates.</p>"
     shown = page(
         f"fedge demo: {demo.scenario.task}, {len(rows)} devices",
@@ -396,9 +398,7 @@ def of_demo(demo: Demonstration) -> Report:
         columns(
             section(
                 "Accuracy by round",
-                "personal: the shared model each device received, on its own validation samples, before it trained. "
-                "The others: the model each device would use, on its own test samples. Dot: at the end. "
-                f"{axis(plots.floor_of([run.accuracy for run in demo.runs]))}",
+                "The shared model each device received, on its own validation samples, before it trained.",
                 plot,
             ),
             section(
@@ -458,11 +458,7 @@ def _demo_tiles(demo: Demonstration) -> list[tuple[str, str]]:
 
 def of_federation(summary: dict[str, Any]) -> Report:
     """A coordinator's home as a page, with the figures of `fedge status`."""
-    curve = [
-        Point(round=line["round"], accuracy=line["accuracy"], bytes_up=0, bytes_down=0, seconds=0.0)
-        for line in summary["history"]
-        if line["accuracy"] is not None
-    ]
+    curve = {line["round"]: line["accuracy"] for line in summary["history"] if line["accuracy"] is not None}
     ids = sorted({*summary["devices"], *summary["selection"], *summary["problems"]})
     rows: list[dict[str, Any]] = [
         {
@@ -474,10 +470,10 @@ def of_federation(summary: dict[str, Any]) -> Report:
         }
         for device in ids
     ] or [dict.fromkeys(("device", "presence"), "")]
-    plot = plots.accuracy_by_round(summary["method"], curve)
+    plot = plots.accuracy_by_round({summary["method"]: curve})
     figures = [
         (f"{summary['round']} of {summary['rounds']}", "rounds"),
-        (f"{100 * curve[-1].accuracy:.1f} %" if curve else NOTHING, "validation accuracy, last cohort"),
+        (f"{100 * list(curve.values())[-1]:.1f} %" if curve else NOTHING, "validation accuracy, last cohort"),
         (f"{len(summary['installed'])} of {len(ids)}", "devices have a bundle"),
         (f"{megabytes(summary['bytes_up'])} ↑", f"{megabytes(summary['bytes_down'])} ↓"),
     ]

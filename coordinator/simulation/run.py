@@ -138,6 +138,7 @@ def run_on(
         curve=tuple(curve),
         wall_s=round(time.perf_counter() - began, 3),
         evaluation_s=round(evaluation.seconds, 3),
+        validation={line.round: line.accuracy for line in state.history if line.accuracy is not None},
         details={name: value for name, value in summary.items() if isinstance(value, float)},
         draws=federation.milder.draws,
         moved=federation.milder.moved,

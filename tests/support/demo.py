@@ -27,6 +27,7 @@ def a_demonstration(*, split: bool = True, task: str = "digits", **changes: Any)
             )
             for i, device in enumerate(DEVICES)
         ]  # fmt: skip
+        known["validation"] = {1: 0.1, 2: 0.4 + 0.05 * j}
         runs.append(
             outcome_of(devices, method=way, **known, max_abs_diff=1.5e-7, split=split, clusters=clusters, wall_s=9.5)
         )
