@@ -60,7 +60,8 @@ from coordinator.fleet import Device
 from coordinator.methods import NO_DATA, MethodSettings, Server
 from coordinator.methods.fedge import Fedge, FedgeState, Pool
 from coordinator.simulation import federation
-from coordinator.simulation.compare import Comparison, Watch, compare, compare_runs
+from coordinator.simulation.compare import Comparison, compare, compare_runs
+from coordinator.simulation.run import Watch
 from coordinator.simulation.settings import CompareSettings
 from fedge.messages import Role
 from fedge.step import Action

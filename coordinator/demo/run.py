@@ -10,8 +10,7 @@ import secrets
 import shutil
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,7 +28,7 @@ from coordinator.simulation.compare import Comparison, Demonstration, compare_ru
 from coordinator.simulation.federation import Federation
 from coordinator.simulation.interface import one_thread
 from coordinator.simulation.outcome import DeviceOutcome, Point, RunOutcome, outcome_of, score
-from coordinator.simulation.run import run_on
+from coordinator.simulation.run import Watch, run_on
 from coordinator.simulation.settings import DemoSettings, Scenario, Setup
 from fedge.broker import LocalBroker
 from fedge.bundle import Part, PoolInfo, look
@@ -40,8 +39,7 @@ from fedge.messages import Role
 from fedge.models import initial
 from fedge.models.training import Network
 from fedge.preprocess import apply
-from fedge.task import TaskSpec
-from fedge.tasks import Partitioning, Share, partition, write_share, write_task
+from fedge.tasks import Partitioning, partition, write_share, write_task
 from fedge.tasks.partition import samples_of
 from fedge.tensors import HEAD, Layout, Model, Tensors, flatten, from_bytes
 from fedge.transport import parse_address
@@ -53,20 +51,12 @@ SERVER_DATA: Final = 0.05  # of all samples, as in `fedge simulate`
 DEADLINE_S: Final = 240
 """Of a round. Generous: on this machine the devices share a few cores, and each imports torch in its first round."""
 PARALLEL_INFERENCE: Final = 2
+SERVER_FILE: Final = "server_data.npz"
 LIMITS: Final[dict[str, int]] = {"mnist": 4000, "fashion-mnist": 4000, "image-folder": 4000}
 """Default samples of the large sets: a demo takes minutes, not hours."""
 
 
-@dataclass(frozen=True, slots=True)
-class Cameras:
-    """The simulated devices: their data by id, their task, and a file of the server's own samples."""
-
-    task: TaskSpec
-    shares: dict[str, Share]
-    server_data: Path | None = None
-
-
-def run(settings: DemoSettings, watch: Callable[[str], None], options: Mapping[str, Option]) -> Demonstration:
+def run(settings: DemoSettings, watch: Watch, options: Mapping[str, Option]) -> Demonstration:
     """Run the federation, the inference and the baselines; all processes have ended when it returns.
 
     `watch`: called with lines of progress. `options` are the method's own.
@@ -100,7 +90,7 @@ def as_simulated(settings: DemoSettings) -> Scenario:
 
 
 async def over_mqtt(
-    settings: DemoSettings, cameras: Cameras, watch: Callable[[str], None], options: Mapping[str, Option]
+    settings: DemoSettings, cameras: Federation, watch: Watch, options: Mapping[str, Option]
 ) -> tuple[list[RunOutcome], dict[str, Any], str]:
     """Run the federation and the inference.
 
@@ -168,7 +158,7 @@ def needs_server_data(method: str, options: Mapping[str, Option]) -> bool:
     return not given.isdisjoint(method_class(method).SERVER_DATA)
 
 
-def partition_samples(settings: DemoSettings, *, server_data: bool = False) -> Cameras:
+def partition_samples(settings: DemoSettings, *, server_data: bool = False) -> Federation:
     """Partition the samples; every device gets a folder with its data, and separate test samples.
 
     `server_data`: set a twentieth apart for the server first, as in a simulation.
@@ -177,12 +167,12 @@ def partition_samples(settings: DemoSettings, *, server_data: bool = False) -> C
         ConfigError: no such data, or too few.
     """
     samples, kept = samples_of(settings, settings.seed, SERVER_DATA if server_data else 0.0, LIMITS.get(settings.task))
-    file = settings.folder / "server_data.npz" if server_data else None
-    if file is not None:
-        np.savez(file, x=kept.x, y=kept.y)
+    if server_data:
+        np.savez(settings.folder / SERVER_FILE, x=kept.x, y=kept.y)
     shares = partition(samples, settings.devices, settings, seed=settings.seed)
     width = len(str(settings.devices - 1))
-    cameras = Cameras(samples.spec, {f"camera-{i:0{width}}": share for i, share in enumerate(shares)}, file)
+    of_camera = {f"camera-{i:0{width}}": share for i, share in enumerate(shares)}
+    cameras = Federation(samples.spec, of_camera, None, None, *initial(samples.spec, settings.seed))
     write_task(cameras.task, settings.folder / "task.json")
     for device_id, share in cameras.shares.items():
         without_test = dataclasses.replace(share, x_test=share.x_test[:0], y_test=share.y_test[:0])
@@ -265,10 +255,10 @@ async def reach(host: str, port: int) -> None:
 
 async def federate(
     settings: DemoSettings,
-    cameras: Cameras,
+    cameras: Federation,
     common: Sequence[str],
     children: Children,
-    watch: Callable[[str], None],
+    watch: Watch,
     options: Mapping[str, Option],
 ) -> dict[str, Any]:
     """Run coordinator and agents until the coordinator is done, and return its summary."""
@@ -284,7 +274,7 @@ async def federate(
             "--home",
             str(home),
             "--json",
-            *_coordinator_flags(settings, cameras, options),
+            *_coordinator_flags(settings, options),
         ],
     )
     agents = [
@@ -297,11 +287,12 @@ async def federate(
     return summary
 
 
-def _coordinator_flags(settings: DemoSettings, cameras: Cameras, options: Mapping[str, Option]) -> list[str]:
+def _coordinator_flags(settings: DemoSettings, options: Mapping[str, Option]) -> list[str]:
+    file = settings.folder / SERVER_FILE
     shared = [name for name in Setup.__struct_fields__ if name not in Partitioning.__struct_fields__]
     given = {name: getattr(settings, name) for name in ("method", "devices", "seed", *shared)}
     flags = []
-    for name, value in (given | {"deadline_s": DEADLINE_S, "server_data": cameras.server_data}).items():
+    for name, value in (given | {"deadline_s": DEADLINE_S, "server_data": file if file.exists() else None}).items():
         if value is not None and value is not False:
             flags += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
     return [*flags, *(text for name, value in options.items() for text in ("--option", f"{name}={value}"))]
@@ -336,7 +327,7 @@ async def follow(coordinator: Child, agents: Sequence[Child]) -> None:
     coordinator.require(0)
 
 
-def installed_bundles(settings: DemoSettings, cameras: Cameras, summary: Mapping[str, Any]) -> dict[str, Path]:
+def installed_bundles(settings: DemoSettings, cameras: Federation, summary: Mapping[str, Any]) -> dict[str, Path]:
     """Each device's bundle, of the release that it reported.
 
     Raises:
@@ -372,23 +363,21 @@ class Alone(Local):
         return msgspec.structs.replace(state, round=1, installed=installed)
 
 
-def baselines(settings: DemoSettings, cameras: Cameras, summary: Mapping[str, Any]) -> list[RunOutcome]:
+def baselines(settings: DemoSettings, cameras: Federation, summary: Mapping[str, Any]) -> list[RunOutcome]:
     """Simpler ways to learn with the same budget: every device alone, FedAvg, and FedAvg with fine-tuning."""
     trained = spent(settings, cameras, summary)
     share = sum(trained.values()) / (settings.rounds * len(trained))
     scenario = msgspec.structs.replace(as_simulated(settings), participation=share)
-    layout, first = initial(cameras.task, settings.seed)
-    federation = Federation(cameras.task, cameras.shares, None, None, layout, first)
     given = scenario.for_method(settings.seed, {})
     ways = Alone(given, trained), make("fedavg", given), make("fedavg+ft", given)
     with one_thread():
         return [
-            run_on(federation, way, scenario, settings.seed, settings.folder / "baselines" / label, label)
+            run_on(cameras, way, scenario, settings.seed, settings.folder / "baselines" / label, label)
             for label, way in zip(("local", "fedavg", "fedavg+ft"), ways, strict=True)
         ]
 
 
-def spent(settings: DemoSettings, cameras: Cameras, summary: Mapping[str, Any]) -> dict[str, int]:
+def spent(settings: DemoSettings, cameras: Federation, summary: Mapping[str, Any]) -> dict[str, int]:
     """Rounds of local training of each device; for `local`, which has no rounds, as many as in other methods."""
     if summary["selection"]:
         return dict(summary["selection"])

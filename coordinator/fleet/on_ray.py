@@ -23,7 +23,6 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from coordinator.aggregation.mean import Average
 from coordinator.fleet.simulated import FinishedElsewhere, Held
@@ -127,7 +126,8 @@ class Shard:
         recipe = self._recipe
         own = self._data[device_id]
         # Data in the object store is read-only, and stays while anything refers to it.
-        copied = {name: np.require(array, requirements="W") for name, array in _arrays(own).items()}
+        arrays = {name: getattr(own, name) for name in DeviceData.__dataclass_fields__}
+        copied = {n: np.require(array, requirements="W") for n, array in arrays.items() if array is not None}
         return Worker(
             *(device_id, recipe.task, replace(own, **copied), recipe.home / device_id),
             min_cohort=recipe.min_cohort,
@@ -327,9 +327,3 @@ def _norms(told: Sequence[Told]) -> dict[str, Norms]:
 
 def _model(update: bytes | Unpacked, ref: BlobRef, layout: Layout) -> Model:
     return codec.decode(update, ref.codec, layout, again=True) if isinstance(update, bytes) else update.model
-
-
-def _arrays(data: DeviceData) -> dict[str, NDArray[Any]]:
-    """The arrays of a device by name."""
-    arrays = {name: getattr(data, name) for name in DeviceData.__dataclass_fields__}
-    return {name: array for name, array in arrays.items() if array is not None}

@@ -51,7 +51,7 @@ def simulate(config: Path | None, options: tuple[str, ...], json_file: Path | No
 
     result = simulated(settings, name, own, lambda text: click.echo(f"{name}  {text}", err=True), json_file)
     table = Table.grid(padding=(0, 2))
-    for line in lines_of(result, result.cost, result.target):
+    for line in lines_of(result, result.target):
         table.add_row(*line)
     Console().print(table, highlight=False)
     if settings.out is not None:

@@ -7,11 +7,11 @@ import logging
 import os
 import re
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 import numpy as np
@@ -21,7 +21,7 @@ from coordinator.methods import Server, make
 from coordinator.options import check, method_and_options
 from coordinator.simulation.federation import partition_samples
 from coordinator.simulation.outcome import Cost, RunOutcome, cost_of, data_frame
-from coordinator.simulation.run import LOOK_S, require_wanted, simulate
+from coordinator.simulation.run import LOOK_S, Watch, require_wanted, simulate
 from coordinator.simulation.settings import CompareSettings, Scenario
 from fedge.child import Child, DiedError
 from fedge.errors import ConfigError, FedgeError, StoreError
@@ -35,9 +35,6 @@ FIGURES = ("std", "worst_decile", "macro_f1", "bytes_up", "bytes_down", "seconds
 """Of each run; a comparison has their spread over the seeds."""
 SHARE_OF_THE_BEST = 0.95
 """The default target, as a share of the best method's accuracy."""
-
-Watch = Callable[[str], None]
-"""Called with a line about each run that is done."""
 
 
 class Spread(Struct, frozen=True, kw_only=True):
@@ -109,6 +106,15 @@ class Comparison(Struct, frozen=True, kw_only=True):
         from coordinator.simulation.plots import draw_by_round
 
         return draw_by_round(self.runs, axes)
+
+    @classmethod
+    def read(cls, figures: bytes) -> Self:
+        """A comparison from its JSON file.
+
+        Raises:
+            msgspec.DecodeError: it is none.
+        """
+        return msgspec.json.decode(figures, type=cls, dec_hook=lambda kind, text: kind(text))
 
     def _repr_html_(self) -> str:
         from coordinator.simulation.report import headings, in_a_notebook, lead, row, table
@@ -264,7 +270,7 @@ def _spare_another_report(out: Path, scenario: Scenario, methods: Sequence[str],
     if not file.exists():
         return
     try:
-        found = msgspec.json.decode(file.read_bytes(), type=Comparison, dec_hook=lambda kind, text: kind(text))
+        found = Comparison.read(file.read_bytes())
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(f"{file} is not of a comparison, and would be lost: choose another --out") from error
     changed = [n for n in Scenario.__struct_fields__ if getattr(found.scenario, n) != getattr(scenario, n)]

@@ -27,6 +27,7 @@ from coordinator.simulation import run as running
 from coordinator.simulation.compare import Comparison, scenario_of
 from coordinator.simulation.outcome import Cost, RunOutcome, cost_of
 from coordinator.simulation.report import in_a_notebook, lines_of, of_comparison, of_run, run_lead, table, write_results
+from coordinator.simulation.run import Watch
 from coordinator.simulation.settings import (
     CompareSettings,
     Scenario,
@@ -46,20 +47,22 @@ if TYPE_CHECKING:
 
 S = TypeVar("S", bound=Scenario)
 F = TypeVar("F", bound=Callable[..., Any])
-Progress = Callable[[str], None]
 
 
 class Simulation(RunOutcome, frozen=True, kw_only=True, weakref=True):
     """The result of `simulate`.
 
-    `home` holds the devices' folders; without `out`, only while this object lives. `cost`: of reaching `target`; None
-    if there was no target or it was not reached.
+    `home` holds the devices' folders; without `out`, only while this object lives.
     """
 
     scenario: Scenario
     home: Path
     target: float | None = None
-    cost: Cost | None = None
+
+    @property
+    def cost(self) -> Cost | None:
+        """Of reaching `target`; None: there is none, or it was not reached."""
+        return None if self.target is None else cost_of(self.curve, self.target)
 
     def bundle(self, device_id: str) -> Path:
         """The folder of a device's installed bundle, for `fedge.load`.
@@ -73,7 +76,7 @@ class Simulation(RunOutcome, frozen=True, kw_only=True, weakref=True):
         return self.home / device_id / "bundles" / device.release
 
     def _repr_html_(self) -> str:
-        shown = table(("", self.method), lines_of(self, self.cost, self.target))
+        shown = table(("", self.method), lines_of(self, self.target))
         return in_a_notebook(run_lead(self, self.scenario), shown, [self])
 
 
@@ -104,7 +107,7 @@ def to_standard_error(text: str) -> None:
 def simulate(
     *,
     options: Mapping[str, Option] | None = None,
-    progress: Progress | None = to_standard_error,
+    progress: Watch | None = to_standard_error,
     **settings: Any,
 ) -> Simulation:
     """Run one method on simulated devices and measure it. Equal arguments give equal figures, except for times.
@@ -132,7 +135,7 @@ def simulated(
     settings: SimulationSettings,
     method: str,
     options: dict[str, Option],
-    progress: Progress,
+    progress: Watch,
     json_file: Path | None = None,
 ) -> Simulation:
     """As `simulate`. `method`: without its options, which `options` holds. `json_file`: for the figures, too."""
@@ -161,7 +164,6 @@ def simulated(
         scenario=scenario,
         home=home,
         target=settings.target,
-        cost=None if settings.target is None else cost_of(outcome.curve, settings.target),
     )
     if out is None:
         weakref.finalize(result, shutil.rmtree, home, ignore_errors=True)
@@ -169,7 +171,7 @@ def simulated(
 
 
 @_takes(CompareSettings)
-def compare(*, progress: Progress | None = to_standard_error, **settings: Any) -> Comparison:
+def compare(*, progress: Watch | None = to_standard_error, **settings: Any) -> Comparison:
     """Compare several methods on equal terms: for each seed the same partition, first model and budget.
 
         table = fedge.compare(methods=["local", "fedavg+ft", "fedge"], task="digits", alpha=0.3, seeds=range(3))
@@ -201,7 +203,7 @@ def compare(*, progress: Progress | None = to_standard_error, **settings: Any) -
         return comparing.compare(found, Path(folder), watch)
 
 
-def compared(settings: CompareSettings, out: Path, watch: Progress, json_file: Path | None = None) -> Comparison:
+def compared(settings: CompareSettings, out: Path, watch: Watch, json_file: Path | None = None) -> Comparison:
     """As `compare`, with the results in `out`. `json_file`: for the figures, too."""
     with one_thread():
         comparison = comparing.compare(settings, out, watch)
@@ -211,7 +213,7 @@ def compared(settings: CompareSettings, out: Path, watch: Progress, json_file: P
 
 
 @_takes(TuneSettings)
-def tune(*, search: Iterable[str] = (), progress: Progress | None = to_standard_error, **settings: Any) -> Tuning:
+def tune(*, search: Iterable[str] = (), progress: Watch | None = to_standard_error, **settings: Any) -> Tuning:
     """Search a method's options and the settings of local training on validation samples, with Ray Tune.
 
         found = fedge.tune(method="fedprox", task="digits", search=["learning_rate", "proximal_mu=0.001..1"], trials=20)
@@ -234,7 +236,7 @@ def tune(*, search: Iterable[str] = (), progress: Progress | None = to_standard_
         return tuned(found, search, found.out or Path(folder), progress or (lambda _: None))
 
 
-def tuned(settings: TuneSettings, search: Iterable[str], out: Path, progress: Progress) -> Tuning:
+def tuned(settings: TuneSettings, search: Iterable[str], out: Path, progress: Watch) -> Tuning:
     """As `tune`, with the results in `out`."""
     check(*method_and_options(settings.method))
     check_partitioning(settings)

@@ -109,14 +109,16 @@ def common_points(curves: Sequence[Sequence[Point]]) -> list[list[Point]]:
 
 
 def accuracy_by_round(by_method: Mapping[str, Mapping[int, float]]) -> str:
-    """Lines of validation accuracy over the rounds."""
+    """Lines of validation accuracy over the rounds; a method without any keeps its colour."""
     with figure(2.9) as (axes, svg):
         for colour, (method, curve) in zip(CLUSTERS, by_method.items(), strict=False):
-            axes.plot(list(curve), list(curve.values()), label=method, color=colour, linewidth=1.8)
+            if curve:
+                axes.plot(list(curve), list(curve.values()), label=method, color=colour, linewidth=1.8)
         axes.set_xlabel("round")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-        axes.legend(loc="lower right")
+        if any(by_method.values()):
+            axes.legend(loc="lower right")
     return svg[0]
 
 

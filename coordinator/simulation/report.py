@@ -328,7 +328,7 @@ def legend_of(comparison: Comparison) -> str:
     return "\n".join(lines)
 
 
-def lines_of(outcome: RunOutcome, target: Cost | None, goal: float | None) -> list[tuple[str, str]]:
+def lines_of(outcome: RunOutcome, target: float | None) -> list[tuple[str, str]]:
     """A single run for a terminal: names and figures."""
     overall = NOTHING
     if outcome.global_accuracy is not None:
@@ -350,8 +350,8 @@ def lines_of(outcome: RunOutcome, target: Cost | None, goal: float | None) -> li
     ]
     if outcome.cold_start is not None:
         lines.insert(4, ("late joiners", f"{100 * outcome.cold_start:.1f} %  over {n_late} devices"))
-    if goal is not None:
-        lines.append((f"until {100 * goal:.1f} %", cost(target)))
+    if target is not None:
+        lines.append((f"until {100 * target:.1f} %", cost(cost_of(outcome.curve, target))))
     return lines
 
 
@@ -370,11 +370,10 @@ def run_lead(outcome: RunOutcome, scenario: Scenario) -> str:
 
 def of_run(outcome: RunOutcome, scenario: Scenario, target: float | None = None) -> Report:
     """The results of `fedge simulate`."""
-    lines = lines_of(outcome, None if target is None else cost_of(outcome.curve, target), target)
     shown = page(
         f"fedge simulate: {outcome.method} on {scenario.task}, {setting_of(scenario)}",
         run_lead(outcome, scenario),
-        section("In short", "", table(("", ""), lines)),
+        section("In short", "", table(("", ""), lines_of(outcome, target))),
         curves([outcome]),
         section("Device by device", "Percent. Trained: in so many rounds.", rows_of(outcome.rows())),
     )
@@ -387,7 +386,7 @@ def of_run(outcome: RunOutcome, scenario: Scenario, target: float | None = None)
 def of_demo(demo: Demonstration) -> Report:
     """The results of `fedge demo`."""
     rows = demo.rows()
-    told = {run.method: run.validation for run in demo.runs if run.method in {"fedavg", "personal"}}
+    told = {run.method: run.validation if run.method in {"fedavg", "personal"} else {} for run in demo.runs}
     plot = plots.accuracy_by_round(told)
     cluster_map = plots.cluster_map(demo) if len(demo.places) > 1 else "<p>This method compares no updates.</p>"
     shown = page(
@@ -431,7 +430,7 @@ def demo_lead(demo: Demonstration) -> str:
         f"{split if ours.split else 'It made no clusters: devices share one model, or none.'} "
         "Accuracies are on each device's own test samples, which no choice has seen. local: every device alone; "
         "fedavg+ft: FedAvg, then fine-tuned; expert: the best shared model; personal: what the device has installed, "
-        "run by ONNX Runtime in a process without PyTorch."
+        "run by ONNX Runtime in a process without PyTorch. The last two are measured at the end alone."
     )
 
 

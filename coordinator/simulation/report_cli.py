@@ -91,5 +91,5 @@ def remade(folder: Path, run: runs.Run) -> Report:
         scenario = given(Scenario, {name: value for name, value in run.settings.items() if name in names})
         return of_run(msgspec.json.decode(figures, type=RunOutcome), scenario, run.settings.get("target"))
     if run.command == "compare":
-        return of_comparison(msgspec.json.decode(figures, type=Comparison, dec_hook=lambda kind, text: kind(text)))
-    return of_demo(msgspec.json.decode(figures, type=Demonstration, dec_hook=lambda kind, text: kind(text)))
+        return of_comparison(Comparison.read(figures))
+    return of_demo(Demonstration.read(figures))

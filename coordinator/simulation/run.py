@@ -33,7 +33,7 @@ T = TypeVar("T")
 LOOK_S = 0.1
 """Pause between two looks at work in a thread."""
 Watch = Callable[[str], None]
-"""Called with a line of progress after each evaluation."""
+"""Called with lines of progress."""
 
 
 def simulate(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, get_args
@@ -23,7 +23,7 @@ from coordinator.methods import Option, method_class, options_of
 from coordinator.options import check, method_and_options, value_of
 from coordinator.ray import connected, require_importable
 from coordinator.simulation.compare import begin, scenario_of
-from coordinator.simulation.run import validate
+from coordinator.simulation.run import Watch, validate
 from coordinator.simulation.settings import Scenario, Setup, TuneSettings
 from fedge.config import given, metas_of
 from fedge.errors import ConfigError, FedgeError
@@ -51,7 +51,6 @@ DECADE: Final = 10.0
 """Wider ranges of positive numbers are searched by ratio."""
 PLACES: Final = ("out", "ray_address")
 TRIALS, FIGURES, CONFIG = "trials", "figures.json", "best.toml"
-Watch = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,7 +75,7 @@ def test_a_device_without_a_bundle_is_an_error_with_its_log(tmp_path: Path) -> N
 
 def test_the_method_and_its_options_reach_the_coordinator(tmp_path: Path) -> None:
     settings = DemoSettings(out=tmp_path, method="pm-moe", devices=2, samples=100)
-    flags = _coordinator_flags(settings, partition_samples(settings), {"base": "dbe", "guard": False})
+    flags = _coordinator_flags(settings, {"base": "dbe", "guard": False})
     assert flags[:2] == ["--method", "pm-moe"]
     assert flags[-4:] == ["--option", "base=dbe", "--option", "guard=False"]
 
@@ -123,12 +123,11 @@ def test_methods_whose_server_learns_get_labelled_samples_that_no_device_has(
     settings = DemoSettings(out=tmp_path, devices=3, samples=400, method=method)
     assert needs_server_data(method, options) is wanted
     cameras = partition_samples(settings, server_data=wanted)
-    assert ("--server-data" in _coordinator_flags(settings, cameras, options)) is wanted
+    assert ("--server-data" in _coordinator_flags(settings, options)) is wanted
     n_samples = sum(len(s.y_train) + len(s.y_val) + len(s.y_test) for s in cameras.shares.values())
     assert n_samples == (380 if wanted else 400)
     if wanted:
-        assert cameras.server_data is not None
-        x, y = labelled(cameras.task, cameras.server_data)
+        x, y = labelled(cameras.task, tmp_path / "server_data.npz")
         assert x.shape == (20, 1, 8, 8)
         assert set(y.tolist()) == set(range(10)), "evenly over the classes"
 

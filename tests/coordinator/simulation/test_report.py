@@ -60,7 +60,7 @@ def test_late_joiners_have_a_column_where_there_are_any() -> None:
     assert headings(some)[8] == "Late joiners"
     assert [column.header for column in table_of(some).columns][7] == "new"
     assert "training was over" in legend_of(some)
-    assert ("late joiners", "60.0 %  over 0 devices") in lines_of(runs[0], None, None)
+    assert ("late joiners", "60.0 %  over 0 devices") in lines_of(runs[0], None)
     assert len(headings(a_comparison())) == len(row(a_comparison().methods[0])) == len(headings(some)) - 1
 
 
@@ -161,13 +161,13 @@ def test_names_of_variants_can_be_read_in_eighty_columns() -> None:
 
 
 def test_a_single_run_in_lines() -> None:
-    lines = dict(lines_of(a_run(split=True, clusters={"0": ("a",), "1": ("b",)}), None, 0.9))
+    lines = dict(lines_of(a_run(split=True, clusters={"0": ("a",), "1": ("b",)}), 0.9))
     assert lines["accuracy"] == "80.0 %  ± 5.0 over 2 devices"
     assert lines["experts"] == "2 clusters"
     assert lines["until 90.0 %"] == "not reached"
     assert lines["bundles"] == "2 of 2, torch − ONNX Runtime <= 3e-07"
-    assert dict(lines_of(a_run(global_accuracy=None), None, None))["global accuracy"] == "–"
-    assert dict(lines_of(a_run(details={"silhouette": 0.561}), None, None))["silhouette"] == "0.56"
+    assert dict(lines_of(a_run(global_accuracy=None), None))["global accuracy"] == "–"
+    assert dict(lines_of(a_run(details={"silhouette": 0.561}), None))["silhouette"] == "0.56"
 
 
 def test_every_table_of_a_page_can_be_scrolled_by_itself() -> None:
