@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from fedge.bundle import (
     MANIFEST,
     OUTLIER_BELOW,
     SKELETON,
+    Bundle,
     CandidateInfo,
     Fusion,
     GuardInfo,
@@ -29,10 +32,11 @@ from fedge.bundle import (
     PoolInfo,
     Reference,
     encode,
+    read,
     with_parts,
 )
 from fedge.energies import reference
-from fedge.errors import StoreError
+from fedge.errors import ConfigError, StoreError
 from fedge.files import whole_folder, write_atomically
 from fedge.fusion import n_gate_features
 from fedge.messages import Role
@@ -97,6 +101,27 @@ def write_bundle(
     except OSError as error:
         raise StoreError(f"cannot write bundle {folder}: {error}") from error
     return manifest
+
+
+@contextmanager
+def packed(bundle: Bundle, target: Path) -> Iterator[Path]:
+    """Copy the files that the manifest names, and only those; the context may change the copy, which is then verified.
+
+    Raises:
+        ConfigError: `target` exists.
+        UpdateRejected: the copy is not what its manifest says.
+        StoreError: it cannot be written. Whatever is raised, also by the context, leaves nothing on disk.
+    """
+    if target.exists():
+        raise ConfigError(f"{target} exists already: name a new folder")
+    try:
+        with whole_folder(target) as copy:
+            for name in (MANIFEST, *bundle.manifest.files):
+                shutil.copyfile(bundle.folder / name, copy / name)
+            yield copy
+            read(copy)
+    except OSError as error:
+        raise StoreError(f"cannot write {target}: {error}") from error
 
 
 def _part(data: bytes) -> Part:

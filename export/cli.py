@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,10 @@ import msgspec
 import numpy as np
 
 from export import parity
+from export.bundle import packed
 from export.int8 import Int8Limits, Int8Report, quantise
 from fedge.bundle import MANIFEST, Bundle, look, read
-from fedge.errors import ConfigError, StoreError, UpdateRejected
-from fedge.files import whole_folder
+from fedge.errors import ConfigError, UpdateRejected
 from fedge.validation import load_validation
 
 
@@ -88,7 +87,8 @@ def export(
             )
             record["int8"] = quantise(bundle, validation, target, limits)
         elif target is not None:
-            pack(bundle, target)
+            with packed(bundle, target):
+                pass
         click.echo(msgspec.json.encode(record).decode() if as_json else _text(record))
 
 
@@ -105,25 +105,6 @@ def newest(home: Path) -> Bundle:
     if not found:
         raise ConfigError(f"no bundle in {home / 'bundles'}: an agent writes one at the end of a federation")
     return read(max(found, key=lambda folder: look(folder)[0].release))
-
-
-def pack(bundle: Bundle, target: Path) -> None:
-    """Copy the files that the manifest names, and only those, all or nothing.
-
-    Raises:
-        ConfigError: `target` exists.
-        StoreError: it cannot be written.
-    """
-    if target.exists():
-        raise ConfigError(f"{target} exists already: name a new folder")
-    names = {MANIFEST, *bundle.manifest.files}
-    try:
-        with whole_folder(target) as copy:
-            for name in sorted(names):
-                shutil.copyfile(bundle.folder / name, copy / name)
-            read(copy)
-    except OSError as error:
-        raise StoreError(f"cannot write {target}: {error}") from error
 
 
 def _run_once(bundle: Bundle) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import re
-import shutil
 import tempfile
 import time
 from collections.abc import Iterator
@@ -25,11 +24,12 @@ import numpy as np
 from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
+from export.bundle import packed
 from export.graph import filled
 from export.parity import run
-from fedge.bundle import INPUT, INT8, MANIFEST, Bundle, Part, encode, read
-from fedge.errors import ConfigError, StoreError, UpdateRejected
-from fedge.files import whole_folder, write_atomically
+from fedge.bundle import INPUT, INT8, MANIFEST, Bundle, Part, encode
+from fedge.errors import ConfigError, UpdateRejected
+from fedge.files import write_atomically
 from fedge.messages import NonNegative, Share
 from fedge.tensors import digest_of
 from fedge.validation import Validation
@@ -86,23 +86,15 @@ def quantise(bundle: Bundle, validation: Validation, target: Path, limits: Int8L
             written.
         StoreError: the disk is full or broken.
     """
-    if target.exists():
-        raise ConfigError(f"{target} exists already: name a new folder")
     if len(validation.x) < MIN_SAMPLES:
         raise ConfigError(
             f"{len(validation.x)} validation samples: 8 bits need at least {MIN_SAMPLES} of the device's own"
         )
-    try:
-        with whole_folder(target) as copy, tempfile.TemporaryDirectory(prefix="fedge-int8-") as scratch:
-            for name in bundle.manifest.files:
-                shutil.copyfile(bundle.folder / name, copy / name)
-            graph = _quantised(filled(bundle), validation.x[::2][:MAX_SAMPLES], Path(scratch))
-            report = _checked(bundle, graph, validation, limits or Int8Limits())
-            write_atomically(copy / INT8, graph)
-            write_atomically(copy / MANIFEST, _manifest(bundle, graph, report))
-            read(copy)
-    except OSError as error:
-        raise StoreError(f"cannot write {target}: {error}") from error
+    with packed(bundle, target) as copy, tempfile.TemporaryDirectory(prefix="fedge-int8-") as scratch:
+        graph = _quantised(filled(bundle), validation.x[::2][:MAX_SAMPLES], Path(scratch))
+        report = _checked(bundle, graph, validation, limits or Int8Limits())
+        write_atomically(copy / INT8, graph)
+        write_atomically(copy / MANIFEST, _manifest(bundle, graph, report))
     return report
 
 
