@@ -2,11 +2,11 @@
 
 A repeated order, changed or not, must not open what another one has closed.
 
-    HOME/masking/{run}/{round}.{session}/keys     two private keys, made once
-    HOME/masking/{run}/{round}.{session}/shares   the roster with which secrets were shared, and the result
-    HOME/masking/{run}/{round}.{session}/masked   the order answered with a masked update, the update, the result
-    HOME/masking/{run}/{round}.{session}/summed   the sum that was opened
-    HOME/masking/{run}/sums                       all sums of the run opened here, by their devices
+    HOME/masking/{run}/{round}.{session}/keys        three private keys, made once
+    HOME/masking/{run}/{round}.{session}/shared      the roster with which secrets were shared, and the result
+    HOME/masking/{run}/{round}.{session}/masked      the order answered with a masked update, the update, the result
+    HOME/masking/{run}/{round}.{session}/confirmed   the one sum that may be opened
+    HOME/masking/{run}/sums                          all sums of the run confirmed here, by their devices
 
 Files are written once and never changed, except that `sums` grows. The first session of a round deletes those of
 earlier rounds, the first of a run those of other runs: without the keys nothing can be opened any more.
@@ -20,12 +20,13 @@ from functools import cached_property
 from typing import TypeVar
 
 import msgspec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from msgspec import Struct
 
 from edge_agent.device import Device, FailedError
 from fedge.files import read_lasting, write_atomically
-from fedge.masking import Roster, read_roster
+from fedge.masking import Roster, read_positions, read_roster
 from fedge.messages import BlobRef
 
 T = TypeVar("T")
@@ -36,6 +37,7 @@ class Keys(Struct, frozen=True):
 
     encryption: bytes
     masking: bytes
+    signing: bytes
 
 
 class Shared(Struct, frozen=True):
@@ -47,12 +49,23 @@ class Shared(Struct, frozen=True):
 
 
 class Masked(Struct, frozen=True):
-    """The answer to the action with this digest: the result and the update. `shares`: of the action, by position."""
+    """The answer to the action with this digest: the result and the update. `shares`: of the action, by position.
+
+    `statement`: with whom was masked, as signed in the result.
+    """
 
     action: str
+    statement: bytes
     shares: dict[int, bytes]
     result: bytes
     vector: bytes
+
+
+class Confirmed(Struct, frozen=True):
+    """The positions of a sum, and the statement that confirms it."""
+
+    statement: bytes
+    summed: tuple[int, ...]
 
 
 class Session:
@@ -79,7 +92,8 @@ class Session:
         """The keys, made on the first call; then delete earlier sessions."""
         keys = self.read(Keys)
         if keys is None:
-            keys = Keys(*(X25519PrivateKey.generate().private_bytes_raw() for _ in range(2)))
+            kinds = X25519PrivateKey, X25519PrivateKey, Ed25519PrivateKey
+            keys = Keys(*(kind.generate().private_bytes_raw() for kind in kinds))
             self.keep(keys)
             over = [path for path in self._run.glob("*.*") if not path.name.startswith(f"{self._device.order.round}.")]
             for path in (*over, *(other for other in self._run.parent.glob("*") if other != self._run)):
@@ -97,6 +111,16 @@ class Session:
         return X25519PrivateKey.from_private_bytes(self._keys.masking)
 
     @cached_property
+    def signing(self) -> Ed25519PrivateKey:
+        """The key that signs statements."""
+        return Ed25519PrivateKey.from_private_bytes(self._keys.signing)
+
+    @property
+    def public(self) -> tuple[bytes, ...]:
+        """The public keys, as `Member.keys`."""
+        return tuple(key.public_key().public_bytes_raw() for key in (self.encryption, self.masking, self.signing))
+
+    @cached_property
     def _keys(self) -> Keys:
         keys = self.read(Keys)
         if keys is None:
@@ -112,10 +136,17 @@ class Session:
         """
         roster = read_roster(self._device.fetch(ref))
         own = roster.position(self._device.id)
-        mine = [key.public_key().public_bytes_raw() for key in (self.encryption, self.masking)]
-        if own is None or [roster.members[own].encryption, roster.members[own].masking] != mine:
+        if own is None or roster.members[own].keys != self.public:
             raise FailedError("the roster does not have this device with its keys")
         return roster, own
+
+    def positions(self, ref: BlobRef, roster: Roster) -> tuple[int, ...]:
+        """Some devices of the cohort.
+
+        Raises:
+            ProtocolError: not in it.
+        """
+        return read_positions(self._device.fetch(ref), roster)
 
     def shared(self, roster: Roster) -> Shared:
         """The secrets shared for this roster.
@@ -131,10 +162,10 @@ class Session:
     # ---------------------------------------------------------------------------------------------------------- sums
 
     def sums(self) -> list[tuple[str, ...]]:
-        """The devices of each sum of the run opened here."""
+        """The devices of each sum of the run confirmed here."""
         return read_lasting(self._run / "sums", msgspec.msgpack.Decoder(list[tuple[str, ...]]).decode) or []
 
-    def opened(self, devices: Sequence[str]) -> None:
+    def note(self, devices: Sequence[str]) -> None:
         """Record a sum durably."""
         if (found := tuple(devices)) not in (earlier := self.sums()):
             write_atomically(self._run / "sums", msgspec.msgpack.encode([*earlier, found]))

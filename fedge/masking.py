@@ -7,24 +7,43 @@ Device i sends x_i + PRG(b_i) + sum of PRG(s_ij) over neighbours j > i - sum of 
 seed s_ij of a pair is the X25519 secret of i's and j's keys. The neighbours of i hold Shamir shares of b_i and of i's
 key: at the end those of b_i are revealed if i is in the sum, those of its key if it dropped out, never both.
 
-The cohort is the roster, one file, the same for all: the participants, with two public keys each. Its digest determines
-the neighbours, so no single party chooses them.
+The cohort is the roster, one file, the same for all: the participants, with three public keys each. Its digest
+determines the neighbours, so no single party chooses them. U2 are those that have shared secrets, S those that are
+summed.
+
+A server that tells devices different things learns no other sum, as long as no third of the cohort works for it and
+fewer than t neighbours of a device do:
+
+    1. Device i masks once, with all its neighbours in one U2, and signs (roster, U2).
+    2. It confirms one S within U2, and signs (roster, U2, S), if its neighbours in S have signed the same (roster, U2).
+    3. It shows shares only for that S, and only if more than two thirds of the cohort have confirmed the same.
+
+Of two sums one has no shares: more than two thirds of n confirm each, an honest device one, so that more than n / 3
+would have to confirm both. And b_i is opened by t neighbours, one of them honest, which has seen that i masked with
+this U2. So each two neighbours in S whose b are open have masked with one another; their keys stay closed, and what is
+left is the sum of all honest devices of S that neighbours join. In a cohort of up to 81 these are all; in a larger one
+at least t + 1 less those of its neighbours that work for the server, since each has t neighbours in S (`joined`).
+
+More than two thirds of S confirm, too. Two sessions may have different cohorts, and only devices in both sums surely
+hear of both: of m in both, with d in one alone, more than (m - d) / 3 confirm both, or refuse since d is too few
+(`too_close`).
 
 Departures: the graph is drawn from the hash of all advertised keys, not by the server; each device commits to b_i, so
-that a false share is noticed.
+that a false share is noticed; the whole cohort agrees on U2 and S (Bonawitz et al., "consistency check"), not each
+neighbourhood.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import pairwise
+from functools import cached_property, lru_cache
 from typing import Annotated, Final
 
 import msgspec
-from cryptography.exceptions import InvalidTag
+from cryptography.exceptions import InvalidSignature, InvalidTag
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
@@ -37,10 +56,10 @@ from msgspec.structs import replace
 from fedge import fixed_point
 from fedge.errors import ProtocolError
 from fedge.fixed_point import Summand
-from fedge.messages import Id, Order
+from fedge.messages import BlobRef, Id, Order
 from fedge.sealed import Plain, Signed
-from fedge.steps.mask_keys import KeysMade, Proof, PublicKey
-from fedge.steps.mask_shares import MAX_COHORT
+from fedge.steps.mask_keys import KeysMade, Proof, PublicKey, Signature
+from fedge.steps.mask_shares import MAX_COHORT, Position
 from fedge.tensors import Layout, digest_of
 
 DEGREE: Final = 80
@@ -50,17 +69,25 @@ server and a fifth drops out, some mask is revealed with probability 2^-66 (2^-5
 
 
 class Member(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A device of the cohort with its public keys, for sealed shares and for masks, and their proof."""
+    """A device of the cohort with its public keys, for sealed shares, for masks and for statements, and their proof."""
 
     id: Id
     encryption: PublicKey
     masking: PublicKey
+    signing: PublicKey
     proof: Proof = b""
+
+    @property
+    def keys(self) -> tuple[bytes, bytes, bytes]:
+        """All three."""
+        return self.encryption, self.masking, self.signing
 
 
 def member(device_id: str, keys: KeysMade) -> Member:
     """A device with what it advertised."""
-    return Member(id=device_id, encryption=keys.encryption, masking=keys.masking, proof=keys.proof)
+    return Member(
+        id=device_id, encryption=keys.encryption, masking=keys.masking, signing=keys.signing, proof=keys.proof
+    )
 
 
 @dataclass(frozen=True)
@@ -102,17 +129,44 @@ class Roster:
         near = (*range(-self.degree // 2, 0), *range(1, self.degree // 2 + 1))
         return tuple(sorted(self._circle[(place + step) % n] for step in near))
 
-    def connected(self, positions: Iterable[int]) -> bool:
-        """Whether masks join all of these; if not, the masks of each part cancel separately and expose its sum."""
-        if self.degree == len(self.members) - 1:
-            return True
-        places = sorted(self._place[k] for k in positions)
-        gaps = [b - a for a, b in pairwise([*places, places[0] + len(self.members)])]
-        return sum(gap > self.degree // 2 for gap in gaps) <= 1
+    def joined(self, positions: Collection[int]) -> bool:
+        """Whether masks join each of these to at least t of the others; if not, few masks might cancel separately.
+
+        Then they join all: a device beside a gap that no masks cross would have half of its neighbours, fewer than t.
+        """
+        there = set(positions)
+        return self.degree == len(self.members) - 1 or all(
+            len(there.intersection(self.neighbours(k))) >= self.threshold for k in there
+        )
 
     def ids(self, positions: Iterable[int]) -> tuple[str, ...]:
         """The ids of the devices at these positions."""
         return tuple(self.members[k].id for k in positions)
+
+    # ----------------------------------------------------------------------------------------------- statements
+
+    def masked_with(self, sharers: BlobRef) -> bytes:
+        """What a device signs that has masked with all of its neighbours among these."""
+        return f"fedge masked {self.digest} {sharers.digest}".encode()
+
+    def summing(self, sharers: BlobRef, summed: BlobRef) -> bytes:
+        """What a device signs that opens this sum of the cohort and no other."""
+        return f"fedge sum {self.digest} {sharers.digest} {summed.digest}".encode()
+
+    def signers(self, statement: bytes, signatures: Mapping[int, bytes]) -> set[int]:
+        """The positions whose devices have signed the statement."""
+        there = {k: signature for k, signature in signatures.items() if k < len(self.members)}
+        return {k for k, signature in there.items() if _signed(self.members[k].signing, statement, signature)}
+
+    def disputed(self, summed: Collection[int], confirmed: Collection[int]) -> str:
+        """Why a sum that these devices have confirmed stays closed; empty: it does not."""
+        for among, words in ((range(len(self.members)), "the cohort"), (summed, "the sum")):
+            there, needed = len(set(among).intersection(confirmed)), 2 * len(among) // 3 + 1
+            if there < needed:
+                return f"{there} of {len(among)} devices of {words} have confirmed the sum, {needed} are needed"
+        return ""
+
+    # -------------------------------------------------------------------------------------------------- secrets
 
     def secret(self, own: X25519PrivateKey, peer: bytes, purpose: str) -> bytes:
         """A 32-byte secret of two devices for one purpose in this cohort.
@@ -123,9 +177,13 @@ class Roster:
         shared = own.exchange(X25519PublicKey.from_public_bytes(peer))
         return HKDF(SHA256(), 32, salt=bytes.fromhex(self.digest), info=purpose.encode()).derive(shared)
 
-    def pair_seed(self, own: X25519PrivateKey, peer: int) -> bytes:
-        """s_ij of the owner of a masking key and the device at a position."""
-        return self.secret(own, self.members[peer].masking, "mask")
+    def pair_seed(self, key: X25519PrivateKey, own: int, peer: int) -> bytes:
+        """s_ij of the owner of a masking key, at position `own`, and the device at position `peer`.
+
+        It depends on both positions: several X25519 keys make the same secrets, so a device could take one that makes
+        those of another device, whose masks would then cancel.
+        """
+        return self.secret(key, self.members[peer].masking, f"mask {min(own, peer)} {max(own, peer)}")
 
     def _cipher(self, own: X25519PrivateKey, peer: int, sender: int, receiver: int) -> ChaCha20Poly1305:
         return ChaCha20Poly1305(self.secret(own, self.members[peer].encryption, f"shares {sender} {receiver}"))
@@ -142,8 +200,20 @@ class Roster:
             return None
 
 
+@lru_cache(MAX_COHORT)
+def _signed(key: bytes, statement: bytes, signature: bytes) -> bool:
+    """Whether this is a signature by the owner of a key. Cached: all devices of a simulation check the same ones."""
+    try:
+        Ed25519PublicKey.from_public_bytes(key).verify(signature, statement)
+    except (InvalidSignature, ValueError):
+        return False
+    return True
+
+
 _NONCE: Final = bytes(12)
 _members: Final = msgspec.msgpack.Decoder(Annotated[tuple[Member, ...], Meta(min_length=2, max_length=MAX_COHORT)])
+_positions: Final = msgspec.msgpack.Decoder(Annotated[tuple[Position, ...], Meta(max_length=MAX_COHORT)])
+_signatures: Final = msgspec.msgpack.Decoder(Annotated[dict[Position, Signature], Meta(max_length=MAX_COHORT)])
 
 
 def write_roster(members: Iterable[Member]) -> bytes:
@@ -162,10 +232,47 @@ def read_roster(data: bytes) -> Roster:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ProtocolError("malformed", f"no roster: {error}") from error
     ids = [member.id for member in members]
-    keys = {key for member in members for key in (member.encryption, member.masking)}
-    if ids != sorted(set(ids)) or len(keys) != 2 * len(members):
+    if ids != sorted(set(ids)) or len({key for member in members for key in member.keys}) != 3 * len(members):
         raise ProtocolError("malformed", "a roster that names a device or a key twice")
     return Roster(members, digest_of(data))
+
+
+def write_positions(positions: Iterable[int]) -> bytes:
+    """Serialise a set of devices of a roster."""
+    return msgspec.msgpack.encode(sorted(positions))
+
+
+def read_positions(data: bytes, roster: Roster) -> tuple[int, ...]:
+    """Parse the output of `write_positions`; equal sets have equal bytes.
+
+    Raises:
+        ProtocolError: `malformed`: no positions, or not in the roster, or not written like that.
+    """
+    try:
+        found: tuple[int, ...] = _positions.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ProtocolError("malformed", f"no positions: {error}") from error
+    if data != write_positions(set(found)) or found[-1:] > (len(roster.members) - 1,):
+        raise ProtocolError("malformed", "positions that are not in the roster, or not ascending")
+    return found
+
+
+def write_signatures(signatures: Mapping[int, bytes]) -> bytes:
+    """Serialise signatures by position."""
+    return msgspec.msgpack.encode(dict(sorted(signatures.items())))
+
+
+def read_signatures(data: bytes) -> dict[int, bytes]:
+    """Parse the output of `write_signatures`; whether they are genuine, `Roster.signers` says.
+
+    Raises:
+        ProtocolError: `malformed`.
+    """
+    try:
+        found: dict[int, bytes] = _signatures.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ProtocolError("malformed", f"no signatures: {error}") from error
+    return found
 
 
 def _sum_of(order: Order, session: str) -> str:
@@ -175,7 +282,7 @@ def _sum_of(order: Order, session: str) -> str:
 
 def proven(keys: KeysMade, order: Order, session: str, signed: Plain | Signed) -> KeysMade:
     """A device's keys with a proof of ownership, if messages are signed."""
-    return replace(keys, proof=signed.vouch(_sum_of(order, session), keys.encryption + keys.masking))
+    return replace(keys, proof=signed.vouch(_sum_of(order, session), b"".join(member(order.device_id, keys).keys)))
 
 
 def require_genuine(members: Iterable[Member], order: Order, session: str, signed: Plain | Signed) -> None:
@@ -188,7 +295,7 @@ def require_genuine(members: Iterable[Member], order: Order, session: str, signe
     """
     for member in members:
         try:
-            signed.require_vouched(_sum_of(order, session), member.encryption + member.masking, member.proof, member.id)
+            signed.require_vouched(_sum_of(order, session), b"".join(member.keys), member.proof, member.id)
         except ProtocolError as error:
             raise ProtocolError("certificate", f"nobody vouches for the keys of {member.id} ({error})") from None
 

@@ -1,15 +1,16 @@
 """A fleet that trains under masks: a method sees the mean of each of its groups, and no single update.
 
-Orders of `train` become four steps (`fedge.masking` has the protocol): keys, shares, masked training, unmasking. The
-results look like answers to `train`: each device in a sum has the group's mean as its update. A weighted mean of equal
-updates is that update, so a method whose server needs only sums works unchanged. A group consists of the devices whose
-orders start from one cluster.
+Orders of `train` become five steps (`fedge.masking` has the protocol): keys, shares, masked training, confirmation of
+the sum, unmasking. The results look like answers to `train`: each device in a sum has the group's mean as its update. A
+weighted mean of equal updates is that update, so a method whose server needs only sums works unchanged. A group
+consists of the devices whose orders start from one cluster.
 
 Effect of dropping out at each step:
 
     keys        the device is not in the roster
     shares      nobody masks with it
     training    its pairs' masks are removed with shares of its key
+    confirming  more than two thirds of the cohort, and of those in the sum, must have confirmed it
     unmasking   its shares are missing: more than half of the neighbours of each device must answer
 
 A sum covers at least `min_cohort` devices and differs from each earlier one of the run by as many, or by none. If the
@@ -32,10 +33,22 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from coordinator.fleet import Answer, Fleet, Seen
 from fedge import fixed_point
 from fedge.errors import ConfigError
-from fedge.masking import Roster, add_pair_mask, commitment, member, prg, read_roster, too_close, write_roster
+from fedge.masking import (
+    Roster,
+    add_pair_mask,
+    commitment,
+    member,
+    prg,
+    read_roster,
+    too_close,
+    write_positions,
+    write_roster,
+    write_signatures,
+)
 from fedge.messages import BlobRef, Why
 from fedge.shamir import combine
 from fedge.step import Action, Declined, Refusal, Result
+from fedge.steps.confirm_sum import ConfirmSum, SumConfirmed
 from fedge.steps.mask_keys import KeysMade, MaskKeys
 from fedge.steps.mask_shares import MaskShares, SharesMade
 from fedge.steps.train import Train, Trained
@@ -56,21 +69,34 @@ class LostError(Exception):
 
 @dataclass
 class Group:
-    """One sum: the cohort, its requests, and the answers by position."""
+    """One sum: the cohort, its requests, and the answers by position. `sharers`, `to_sum`: positions as files."""
 
     roster: Roster
     ref: BlobRef
     train: Train
     heaviest: int
     shares: dict[int, SharesMade] = field(default_factory=dict)
+    sharers: BlobRef = field(init=False)
     masked: dict[int, TrainedMasked] = field(default_factory=dict)
     summed: tuple[int, ...] = ()
+    to_sum: BlobRef = field(init=False)
+    confirmed: dict[int, bytes] = field(default_factory=dict)
     shown: dict[int, Unmasked] = field(default_factory=dict)
 
     @property
     def positions(self) -> range:
         """The positions of all members."""
         return range(len(self.roster.members))
+
+    def take(self, k: int, masked: TrainedMasked) -> None:
+        """Take an update with a statement that the device's neighbours will accept."""
+        if self.roster.signers(self.roster.masked_with(self.sharers), {k: masked.statement}):
+            self.masked[k] = masked
+
+    def confirm(self, k: int, confirmation: bytes) -> None:
+        """Take a genuine confirmation."""
+        if self.roster.signers(self.roster.summing(self.sharers, self.to_sum), {k: confirmation}):
+            self.confirmed[k] = confirmation
 
     def seed_of(self, k: int) -> bytes:
         """The seed of the own mask, b, of a device in the sum.
@@ -165,7 +191,7 @@ class MaskedFleet(Fleet):
         return dict(sorted(answers.items()))
 
     async def _train(self, label: str, actions: Mapping[str, Train]) -> dict[str, Answer]:
-        """The four steps, each for all groups at once; training keeps its label, so devices draw the same numbers."""
+        """The five steps, each for all groups at once; training keeps its label, so devices draw the same numbers."""
         seconds = dict.fromkeys(actions, 0.0)
 
         async def ask(step: str, asked: Mapping[str, Action]) -> dict[str, Answer]:
@@ -185,21 +211,24 @@ class MaskedFleet(Fleet):
             if set(shares.sealed) == set(group.roster.neighbours(k)):
                 group.shares[k] = shares
         answers |= found
+        for group in groups:
+            group.sharers = self._fleet.put_bytes(write_positions(group.shares))
         found = await ask(label, {i: order for g in groups for i, order in orders(label, g, actions).items()})
         for i, masked in results(found, TrainedMasked).items():
             group, k = place_of(groups, i)
-            group.masked[k] = masked
+            group.take(k, masked)
         answers |= found
         for number, group in enumerate(groups):
             self._choose(group, number)
         found = await ask(
-            f"{label}-unmask",
-            {
-                i: Unmask(session=label, roster=g.ref, summed=g.summed)
-                for g in groups
-                if g.summed
-                for i in g.roster.ids(sorted(g.masked))
-            },
+            f"{label}-confirm",
+            {i: order for g in groups for i, order in confirmations(label, g).items() if answers[i].result is not None},
+        )
+        for i, confirmed in results(found, SumConfirmed).items():
+            group, k = place_of(groups, i)
+            group.confirm(k, confirmed.confirmation)
+        found = await ask(
+            f"{label}-unmask", {i: order for g in groups for i, order in self._openings(label, g).items()}
         )
         for i, shown in results(found, Unmasked).items():
             group, k = place_of(groups, i)
@@ -213,10 +242,10 @@ class MaskedFleet(Fleet):
         """The cohorts among devices that advertised keys, as far as they may be summed."""
         groups = []
         n_samples = {device.id: device.n_samples for device in self._fleet.devices()}
-        often = Counter(key for made in keys.values() for key in (made.encryption, made.masking))
+        often = Counter(key for i, made in keys.items() for key in member(i, made).keys)
         for number, cluster in enumerate(sorted({action.starts[0].cluster for action in actions.values()})):
             asked = [i for i, action in actions.items() if action.starts[0].cluster == cluster]
-            there = [i for i in asked if i in keys and often[keys[i].encryption] == often[keys[i].masking] == 1]
+            there = [i for i in asked if i in keys and all(often[key] == 1 for key in member(i, keys[i]).keys)]
             cohort = admissible(there, self.sums, self._min_cohort, self._rng(number, 0))
             if not cohort:
                 lost(asked, f"of {len(asked)} devices {len(there)} take part, which may not be summed")
@@ -240,11 +269,22 @@ class MaskedFleet(Fleet):
         there = group.roster.ids(sorted(group.masked))
         cohort = admissible(there, self.sums, self._min_cohort, self._rng(number, 1))
         positions = tuple(k for k, member in enumerate(group.roster.members) if member.id in set(cohort))
-        if not cohort or not group.roster.connected(positions):
+        if not cohort or not group.roster.joined(positions):
             lost(group.roster.ids(group.positions), f"{len(there)} masked updates came, which may not be summed")
             return
-        group.summed = positions
+        group.summed, group.to_sum = positions, self._fleet.put_bytes(write_positions(positions))
         self.sums.append(cohort)
+
+    def _openings(self, label: str, group: Group) -> dict[str, Unmask]:
+        """For devices that can help to open a sum, if enough have confirmed it."""
+        if group.summed and (reason := group.roster.disputed(group.summed, group.confirmed)):
+            lost(group.roster.ids(group.summed), reason)
+            group.summed = ()
+        if not group.summed:
+            return {}
+        file = self._fleet.put_bytes(write_signatures(group.confirmed))
+        helpers = group.roster.ids(sorted(group.masked.keys() & group.confirmed.keys()))
+        return dict.fromkeys(helpers, Unmask(session=label, roster=group.ref, confirmations=file))
 
     def _rng(self, *stream: int) -> np.random.Generator:
         return np.random.default_rng((*self._seed, *stream))
@@ -275,7 +315,7 @@ class MaskedFleet(Fleet):
             total.subtract(prg(seed, layout))
         for k, key in keys.items():
             for peer in set(roster.neighbours(k)) & seeds.keys():
-                add_pair_mask(total, k, peer, roster.pair_seed(key, peer), layout)
+                add_pair_mask(total, k, peer, roster.pair_seed(key, k, peer), layout)
         try:
             mean = fixed_point.mean_change(total, layout, len(roster.members), group.heaviest)
         except ValueError as error:
@@ -312,8 +352,24 @@ def orders(label: str, group: Group, actions: Mapping[str, Train]) -> dict[str, 
         if len(received) >= group.roster.threshold:
             i = group.roster.members[k].id
             found[i] = TrainMasked(
-                session=label, roster=group.ref, train=actions[i], heaviest=group.heaviest, shares=received
+                session=label,
+                roster=group.ref,
+                train=actions[i],
+                heaviest=group.heaviest,
+                sharers=group.sharers,
+                shares=received,
             )
+    return found
+
+
+def confirmations(label: str, group: Group) -> dict[str, ConfirmSum]:
+    """For devices that shared their secrets: the sum, if there is one, and what their neighbours in it have signed."""
+    found, signed = {}, {k: group.masked[k].statement for k in group.summed}
+    for k in sorted(group.shares) if group.summed else ():
+        statements = {peer: signed[peer] for peer in group.roster.neighbours(k) if peer in signed}
+        found[group.roster.members[k].id] = ConfirmSum(
+            session=label, roster=group.ref, sharers=group.sharers, summed=group.to_sum, statements=statements
+        )
     return found
 
 

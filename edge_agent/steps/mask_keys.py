@@ -12,7 +12,5 @@ def run(device: Device, action: MaskKeys) -> Result:
     """The public halves; the private ones are already on disk."""
     session = Session(device, action.session)
     session.begin()
-    return KeysMade(
-        encryption=session.encryption.public_key().public_bytes_raw(),
-        masking=session.masking.public_key().public_bytes_raw(),
-    )
+    encryption, masking, signing = session.public
+    return KeysMade(encryption=encryption, masking=masking, signing=signing)

@@ -31,7 +31,7 @@ def run(device: Device, action: TrainMasked) -> Result:
             raise FailedError("another order was answered under this mask")
         device.send(known.vector)
         return msgspec.msgpack.decode(known.result, type=TrainedMasked)
-    _require_pairs(roster, own, action)
+    _require_pairs(session, roster, own, action)
     result = train.run(device, plain(action))
     return masked(device, action, result) if isinstance(result, Trained) else result
 
@@ -61,23 +61,24 @@ def masked(device: Device, action: TrainMasked, trained: Trained) -> Result:
     """Mask a training's update, keep it and send it."""
     session = Session(device, action.session)
     roster, own = session.roster(action.roster)
-    _require_pairs(roster, own, action)
+    _require_pairs(session, roster, own, action)
     layout = device.layout
     cohort, weight = len(roster.members), min(trained.n_samples, action.heaviest)
     change = _change(device, action, trained)
     total = fixed_point.summand(change, weight, cohort, action.heaviest)
     total.add(prg(session.shared(roster).seed, layout))
     for peer in action.shares:
-        add_pair_mask(total, own, peer, roster.pair_seed(session.masking, peer), layout)
-    vector = total.to_bytes()
+        add_pair_mask(total, own, peer, roster.pair_seed(session.masking, own, peer), layout)
+    vector, statement = total.to_bytes(), roster.masked_with(action.sharers)
     result = TrainedMasked(
         masked=device.send(vector),
+        statement=session.signing.sign(statement),
         loss_before=trained.loss_before,
         loss_after=trained.loss_after,
         gradient_norm=trained.gradient_norm,
         val_accuracy=trained.val_accuracy,
     )
-    session.keep(Masked(_digest(action), action.shares, body_of(result), vector))
+    session.keep(Masked(_digest(action), statement, action.shares, body_of(result), vector))
     return result
 
 
@@ -88,11 +89,14 @@ def _change(device: Device, action: TrainMasked, trained: Trained) -> Model:
     return Model(update.params, update.buffers - start.buffers, update.counters - start.counters)
 
 
-def _require_pairs(roster: Roster, own: int, action: TrainMasked) -> None:
-    """Refuse masks shared with too few devices, or with others than the neighbours."""
+def _require_pairs(session: Session, roster: Roster, own: int, action: TrainMasked) -> None:
+    """Refuse masks shared with too few devices, or with others than all neighbours that have shared their secrets."""
     if len(action.train.starts) != 1 or action.train.personal:
         raise FailedError("a masked training is of one whole model")
-    if not set(action.shares) <= set(roster.neighbours(own)) or len(action.shares) < roster.threshold:
+    sharers = session.positions(action.sharers, roster)
+    if own not in sharers or set(action.shares) != set(roster.neighbours(own)).intersection(sharers):
+        raise FailedError("shares of others than the neighbours that have shared their secrets")
+    if len(action.shares) < roster.threshold:
         raise FailedError(f"masks with {len(action.shares)} devices, {roster.threshold} neighbours are the fewest")
 
 

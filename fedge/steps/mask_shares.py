@@ -1,4 +1,4 @@
-"""Secure aggregation, step 2 of 4: a device gives its neighbours shares of the secrets behind its masks."""
+"""Secure aggregation, step 2 of 5: a device gives its neighbours shares of the secrets behind its masks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fedge.step import Result, Reveals
 from fedge.steps.mask_keys import MaskStep
 
 MAX_COHORT: Final = 10_000
-"""Devices of one sum: the last order names them all, and must fit into a message."""
+"""Devices of one sum: `fedge.masking.DEGREE` neighbours are enough for so many."""
 MIN_COHORT: Final = 5
 """Devices of one sum at least, unless somebody says otherwise: who knows all but one of the updates knows that one."""
 Position = Annotated[int, Meta(ge=0, lt=MAX_COHORT)]
@@ -32,5 +32,6 @@ class MaskShares(MaskStep, frozen=True, kw_only=True):
     """Share secrets with the neighbours in a roster (`fedge.masking.Roster`)."""
 
     STEP: ClassVar = "mask_shares"
+    VERSION: ClassVar = 2
     RESULT: ClassVar = SharesMade
     roster: BlobRef

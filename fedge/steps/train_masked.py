@@ -1,4 +1,4 @@
-"""Secure aggregation, step 3 of 4: train as `train` does, and send the update under a mask."""
+"""Secure aggregation, step 3 of 5: train as `train` does, and send the update under a mask."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from msgspec import Meta
 
 from fedge.messages import BlobRef, Id, NonNegative, Share
 from fedge.step import Action, Result, Reveals, require
+from fedge.steps.mask_keys import Signature
 from fedge.steps.mask_shares import Position, Sealed
 from fedge.steps.train import Train
 from fedge.task import TaskSpec
@@ -17,16 +18,21 @@ from fedge.tensors import Layout
 
 
 class TrainedMasked(Result, frozen=True, kw_only=True):
-    """`masked`: `fedge.fixed_point.Summand` as bytes, masks added. The others as in `Trained`."""
+    """`masked`: `fedge.fixed_point.Summand` as bytes, masks added. The others as in `Trained`.
+
+    `statement`: with whom the device has masked (`fedge.masking.Roster.masked_with`), signed.
+    """
 
     REVEALS: ClassVar = {
         "masked": Reveals.MASKED,
+        "statement": Reveals.NOTHING,
         "loss_before": Reveals.LOSS,
         "loss_after": Reveals.LOSS,
         "gradient_norm": Reveals.LOSS,
         "val_accuracy": Reveals.LOSS,
     }
     masked: BlobRef
+    statement: Signature
     loss_before: float | None = None
     loss_after: float | None = None
     gradient_norm: NonNegative | None = None
@@ -36,16 +42,19 @@ class TrainedMasked(Result, frozen=True, kw_only=True):
 class TrainMasked(Action, frozen=True, kw_only=True):
     """Train from the one start of `train`, a whole model, and mask its change with the neighbours in `shares`.
 
-    `heaviest`: upper limit of a device's weight, which is its number of samples. `shares`: what neighbours sealed for
-    this device, by their positions in the roster.
+    `heaviest`: upper limit of a device's weight, which is its number of samples. `sharers`: who has shared secrets,
+    the same for all (`fedge.masking.write_positions`). `shares`: what the neighbours among them sealed for this device,
+    by their positions in the roster.
     """
 
     STEP: ClassVar = "train_masked"
+    VERSION: ClassVar = 2
     RESULT: ClassVar = TrainedMasked
     session: Id
     roster: BlobRef
     train: Train
     heaviest: Annotated[int, Meta(ge=1, le=2**32)]
+    sharers: BlobRef
     shares: Annotated[dict[Position, Sealed], Meta(max_length=256)]
 
     def passes(self, n_shared: int, n_train: int, n_val: int) -> float:

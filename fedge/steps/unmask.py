@@ -1,4 +1,4 @@
-"""Secure aggregation, step 4 of 4: devices reveal what opens the sum, and nothing that opens a single update."""
+"""Secure aggregation, step 5 of 5: devices reveal what opens the sum, and nothing that opens a single update."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from msgspec import Meta
 from fedge.messages import BlobRef
 from fedge.step import Result, Reveals, require
 from fedge.steps.mask_keys import MaskStep
-from fedge.steps.mask_shares import MAX_COHORT, Position
+from fedge.steps.mask_shares import Position
 from fedge.task import TaskSpec
 
 KeyShare = Annotated[bytes, Meta(min_length=33, max_length=33)]
@@ -27,14 +27,17 @@ class Unmasked(Result, frozen=True, kw_only=True):
 
 
 class Unmask(MaskStep, frozen=True, kw_only=True):
-    """Reveal shares for the sum of some devices of the roster. `summed`: their positions, ascending."""
+    """Reveal shares for the sum that this device has confirmed.
+
+    `confirmations`: of all devices that have (`fedge.masking.write_signatures`).
+    """
 
     STEP: ClassVar = "unmask"
+    VERSION: ClassVar = 2
     RESULT: ClassVar = Unmasked
     roster: BlobRef
-    summed: Annotated[tuple[Position, ...], Meta(max_length=MAX_COHORT)]
+    confirmations: BlobRef
 
     def check(self, result: Unmasked, task: TaskSpec) -> None:
-        """Mask shares for devices in the sum, key shares for the others."""
-        require(set(result.seeds) <= set(self.summed), "a share of an own mask of somebody who is not summed")
-        require(not set(result.keys) & set(self.summed), "a share of a key of somebody who is summed")
+        """Never both of one device."""
+        require(result.seeds.keys().isdisjoint(result.keys), "shares of both secrets of a device")

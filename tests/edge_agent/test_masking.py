@@ -21,7 +21,7 @@ def test_keys_are_made_once_for_each_sum(tmp_path: Path) -> None:
     own = worker(tmp_path)
     first = session(own).begin()
     assert session(own).begin() == first == session(worker(tmp_path)).read(Keys)
-    assert first.encryption != first.masking
+    assert len({first.encryption, first.masking, first.signing}) == 3
     assert session(own, name="other").begin() != first
     assert session(own, number=2).begin() != first
 
@@ -29,7 +29,7 @@ def test_keys_are_made_once_for_each_sum(tmp_path: Path) -> None:
 def test_with_the_next_round_the_means_to_open_the_last_one_go(tmp_path: Path) -> None:
     own = worker(tmp_path)
     session(own).begin()
-    session(own).keep(Masked("action", {}, b"result", b"vector"))
+    session(own).keep(Masked("action", b"statement", {}, b"result", b"vector"))
     session(own, name="other").begin()
     assert session(own).read(Keys) is not None
     session(own, number=2).begin()
@@ -39,10 +39,10 @@ def test_with_the_next_round_the_means_to_open_the_last_one_go(tmp_path: Path) -
 def test_sums_are_remembered_for_a_run_and_no_longer(tmp_path: Path) -> None:
     own = worker(tmp_path)
     session(own).begin()
-    session(own).opened(["a", "b"])
+    session(own).note(["a", "b"])
     session(own, number=2).begin()
-    session(own, number=2).opened(["b", "c"])
-    session(own, number=2).opened(["a", "b"])
+    session(own, number=2).note(["b", "c"])
+    session(own, number=2).note(["a", "b"])
     assert session(worker(tmp_path), number=3).sums() == [("a", "b"), ("b", "c")]
     session(own, run="next").begin()
     assert session(own).sums() == []
@@ -51,7 +51,7 @@ def test_sums_are_remembered_for_a_run_and_no_longer(tmp_path: Path) -> None:
 def test_a_damaged_file_is_an_error_and_never_a_fresh_start(tmp_path: Path) -> None:
     own = worker(tmp_path)
     session(own).begin()
-    session(own).opened(["a", "b"])
+    session(own).note(["a", "b"])
     for file in (tmp_path / "masking").rglob("*"):
         if file.is_file():
             file.write_bytes(b"\xc1")

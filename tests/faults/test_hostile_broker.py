@@ -401,8 +401,8 @@ async def test_a_coordinator_that_makes_up_devices_for_a_masked_sum_is_refused_b
     await fleet.begin(1, 2)
     cam1, cam2 = await keys("one")
     later = (await keys("two"))[1]
-    public = [X25519PrivateKey.generate().public_key().public_bytes_raw() for _ in range(2)]
-    made_up = Member(id="cam3", encryption=public[0], masking=public[1])
+    public = [X25519PrivateKey.generate().public_key().public_bytes_raw() for _ in range(3)]
+    made_up = Member(id="cam3", encryption=public[0], masking=public[1], signing=public[2])
     foreign = Authority(tmp_path / "foreign", "test").issue("cam3")
     proofs = [
         Signed(BrokerSettings("x", **files), None).vouch("masking r 1 one", b"".join(public))
@@ -418,7 +418,12 @@ async def test_a_coordinator_that_makes_up_devices_for_a_masked_sum_is_refused_b
         for declined in await shared(cam1, cam2, stranger):
             assert isinstance(declined, Declined)
             assert declined.why is Why.STRANGERS
-    for wrong in (replace(cam2, proof=b""), replace(made_up, id="cam2", proof=cam2.proof), later):
+    for wrong in (
+        replace(cam2, proof=b""),
+        replace(made_up, id="cam2", proof=cam2.proof),
+        replace(cam2, signing=public[2]),
+        later,
+    ):
         declined = (await shared(cam1, wrong))[0]
         assert isinstance(declined, Declined)
         assert declined.why is Why.STRANGERS

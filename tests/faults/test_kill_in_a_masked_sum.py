@@ -17,7 +17,7 @@ DEVICES = tuple(f"cam{k}" for k in range(6))
 MASKED = {"method": "fedavg", "rounds": 1, "average": "mean", "masking": True}
 PROTECTION = Protection(average="mean", masking=True)
 STEPS = 1500
-LABELS = ("train-keys", "train-shares", "train", "train-unmask")
+LABELS = ("train-keys", "train-shares", "train", "train-confirm", "train-unmask")
 
 
 async def test_agent_and_coordinator_killed_in_a_sum_end_as_if_nothing_had_happened(

@@ -45,7 +45,16 @@ from fedge.files import BlobFolder, highest_release, read_lasting
 from fedge.identity import Role
 from fedge.images import sensitive_flags, split_numbers
 from fedge.kit import Kit, seal, unseal
-from fedge.masking import read_roster, write_roster
+from fedge.masking import (
+    Member,
+    Roster,
+    read_positions,
+    read_roster,
+    read_signatures,
+    write_positions,
+    write_roster,
+    write_signatures,
+)
 from fedge.messages import Announcement, BlobRef, Codec, Order, Outcome, Report, Rollout, RolloutState
 from fedge.sealed import Envelope, Signed
 from fedge.step import body_of, installed_steps, read_action, read_result
@@ -181,6 +190,25 @@ def cohort(data: bytes) -> None:
     assert read_roster(write_roster(found.members)).members == found.members
     for k in range(len(found.members)):
         assert all(k in found.neighbours(peer) for peer in found.neighbours(k))
+
+
+def agreement(data: bytes) -> None:
+    """What a cohort agrees on: positions are read from one form alone; signatures are the same again, here nobody's."""
+    with contextlib.suppress(ProtocolError):
+        assert write_positions(read_positions(data, _six())) == data
+    found = read_signatures(data)
+    assert read_signatures(write_signatures(found)) == found
+    assert not _six().signers(b"statement", found)
+
+
+@cache
+def _six() -> Roster:
+    keys = iter(range(18))
+    members = [
+        Member(id=f"d{k}", **{name: next(keys).to_bytes(32) for name in ("encryption", "masking", "signing")})
+        for k in range(6)
+    ]
+    return read_roster(write_roster(members))
 
 
 def transfer(data: bytes) -> None:
@@ -454,7 +482,7 @@ def _serving() -> tuple[asyncio.AbstractEventLoop, tuple[str, int]]:
 _open: list[contextlib.AsyncExitStack] = []
 
 ALL: Final = (
-    *(message, step, safetensors, blob, difference, cohort, transfer, record),
+    *(message, step, safetensors, blob, difference, cohort, agreement, transfer, record),
     *(npz, config, manifest, graph, metadata, credentials, sealed, state, owner),
     *(request, http),
 )

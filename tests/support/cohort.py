@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 import msgspec
 
 from edge_agent.worker import Finished, Worker
-from fedge.masking import Member, Roster, member, read_roster, write_roster
+from fedge.masking import Member, Roster, member, read_roster, write_positions, write_roster, write_signatures
 from fedge.messages import BlobRef, Codec
 from fedge.sgd import Sgd
 from fedge.step import Action, Result
+from fedge.steps.confirm_sum import ConfirmSum, SumConfirmed
 from fedge.steps.mask_keys import KeysMade, MaskKeys
 from fedge.steps.mask_shares import MaskShares, SharesMade
 from fedge.steps.train import Start, Train
-from fedge.steps.train_masked import TrainMasked
+from fedge.steps.train_masked import TrainedMasked, TrainMasked
 from fedge.steps.unmask import Unmask
 from fedge.tasks import DeviceData
 from tests.support.orders import TASK, Blobs, device_data, order
@@ -23,7 +25,11 @@ SESSION = "train"
 
 
 class Cohort:
-    """Devices d0, d1, ... with the same samples. `made`: what each has shared, after `share`."""
+    """Devices d0, d1, ... with the same samples.
+
+    `made`, `trained`, `vectors`, `signed`: by position, what each has shared, its answer to the masked training, its
+    masked update, its confirmation; after `share`, `train` and `confirm`.
+    """
 
     def __init__(self, home: Path, n: int = 6, *, min_cohort: int = 5, run: str = "r") -> None:
         self.blobs, self.run = Blobs(), run
@@ -31,6 +37,9 @@ class Cohort:
         self.home = home
         self.workers = [self.started(k) for k in range(n)]
         self.made: dict[int, SharesMade] = {}
+        self.trained: dict[int, TrainedMasked] = {}
+        self.vectors: dict[int, bytes] = {}
+        self.signed: dict[int, bytes] = {}
         self.ref: BlobRef
         self.roster: Roster
 
@@ -64,19 +73,55 @@ class Cohort:
     def sharing(self) -> MaskShares:
         return MaskShares(session=SESSION, roster=self.ref)
 
-    def training(self, k: int, seed: int = 0, among: tuple[int, ...] | None = None) -> TrainMasked:
-        """For the device at position k of the roster; `seed`: of the model; `among`: who has shared."""
-        train = Train(starts=(Start(model=self.blobs.model(seed)),), sgd=Sgd(steps=2), codec=Codec.INT8)
-        there = self.roster.neighbours(k) if among is None else among
-        shares = {j: self.made[j].sealed[k] for j in there if j != k}
-        return TrainMasked(session=SESSION, roster=self.ref, train=train, heaviest=100, shares=shares)
+    def positions(self, positions: Collection[int] | None) -> BlobRef:
+        """As a file; None: all that have shared."""
+        return self.blobs.file(write_positions(self.made if positions is None else positions))
 
-    def opening(self, *summed: int) -> Unmask:
-        return Unmask(session=SESSION, roster=self.ref, summed=summed)
+    def training(self, k: int, seed: int = 0, among: Collection[int] | None = None) -> TrainMasked:
+        """For the device at position k of the roster; `seed`: of the model; `among`: who has shared, None: all."""
+        train = Train(starts=(Start(model=self.blobs.model(seed)),), sgd=Sgd(steps=2), codec=Codec.INT8)
+        there = self.made if among is None else among
+        shares = {j: self.made[j].sealed[k] for j in self.roster.neighbours(k) if j in there}
+        return TrainMasked(
+            session=SESSION,
+            roster=self.ref,
+            train=train,
+            heaviest=100,
+            sharers=self.positions(among),
+            shares=shares,
+        )
+
+    def train(self, k: int, number: int = 1, among: Collection[int] | None = None) -> None:
+        finished = self.does(k, self.training(k, among=among), number)
+        assert isinstance(finished.result, TrainedMasked), finished.result
+        self.trained[k] = finished.result
+        self.vectors[k] = finished.blobs[finished.result.masked.digest]
+
+    def confirming(self, k: int, *summed: int, among: Collection[int] | None = None) -> ConfirmSum:
+        """For the device at position k; `among`: who has shared, None: all."""
+        near = set(self.roster.neighbours(k)) & set(summed) & self.trained.keys()
+        return ConfirmSum(
+            session=SESSION,
+            roster=self.ref,
+            sharers=self.positions(among),
+            summed=self.positions(summed),
+            statements={j: self.trained[j].statement for j in near},
+        )
+
+    def confirm(self, *summed: int, who: Collection[int] | None = None, number: int = 1) -> None:
+        """The sum of some, by some or all."""
+        for k in self.made if who is None else who:
+            confirmed = self.result(k, self.confirming(k, *summed), number)
+            assert isinstance(confirmed, SumConfirmed), confirmed
+            self.signed[k] = confirmed.confirmation
+
+    def opening(self) -> Unmask:
+        """With the confirmations that there are."""
+        return Unmask(session=SESSION, roster=self.ref, confirmations=self.blobs.file(write_signatures(self.signed)))
 
     def masked(self, number: int = 1) -> None:
-        """All steps before the last."""
+        """The first three steps."""
         self.advertise(number=number)
         self.share(number)
-        for k in range(len(self.roster.members)):
-            self.does(k, self.training(k), number)
+        for k in self.made:
+            self.train(k, number)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from pathlib import Path
+from typing import ClassVar
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -16,12 +19,14 @@ from coordinator.methods import Method, MethodSettings, accepted, dump, make
 from coordinator.methods.fedavg import FedAvg
 from coordinator.protection import Protection
 from coordinator.simulation.rounds import run
+from edge_agent.worker import Worker
 from fedge.errors import ConfigError
 from fedge.fixed_point import PARAMS
 from fedge.masking import too_close
 from fedge.messages import BlobRef, Codec
 from fedge.sgd import Sgd
-from fedge.step import Action, Declined
+from fedge.step import Action, Declined, Unsupported, installed_steps
+from fedge.steps.confirm_sum import ConfirmSum
 from fedge.steps.mask_keys import MaskKeys
 from fedge.steps.mask_shares import MaskShares
 from fedge.steps.train import Start, Train
@@ -38,7 +43,9 @@ SETTINGS = MethodSettings(
 PLAIN = MethodSettings(
     rounds=3, sgd=Sgd(steps=3), codec=Codec.FLOAT32, down="float32", protection=Protection(average="mean")
 )
-STEPS = (MaskKeys, MaskShares, TrainMasked, Unmask)
+STEPS = (MaskKeys, MaskShares, TrainMasked, ConfirmSum, Unmask)
+LATE = (ConfirmSum, Unmask)
+"""Who is silent then is summed all the same."""
 
 
 class Lossy(simulation.Fleet):
@@ -99,7 +106,7 @@ async def test_who_drops_out_at_any_step_is_recovered_from(tmp_path, step) -> No
     fleet, layout, first = fleet_of(tmp_path, n=9)
     fleet.unresponsive_at = {step.STEP: frozenset({"d01", "d04"})}
     found = await masked(fleet, layout).run("train", dict.fromkeys([d.id for d in fleet.devices()], order(first)))
-    there = [i for i in found if step is Unmask or i not in {"d01", "d04"}]
+    there = [i for i in found if step in LATE or i not in {"d01", "d04"}]
     assert sorted(accepted(found)) == there
     assert [i for i, answer in found.items() if answer.result is None] == [i for i in found if i not in there]
     fleet.unresponsive_at = {}
@@ -115,6 +122,78 @@ async def test_dropouts_at_all_steps_of_one_round(tmp_path) -> None:
     fleet.unresponsive_at = {step.STEP: frozenset({f"d{2 * k + 1:02d}"}) for k, step in enumerate(STEPS)}
     found = await masked(fleet, layout).run("train", dict.fromkeys([d.id for d in fleet.devices()], order(first)))
     assert sorted(set(found) - set(accepted(found))) == ["d01", "d03", "d05"]
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.STEP)
+@pytest.mark.parametrize(("n", "silent"), [(6, 1), (10, 3)])
+async def test_a_third_of_a_small_cohort_may_drop_out_at_any_step(tmp_path, step, n, silent) -> None:
+    """Where enough are left for a sum: of six one, of ten three."""
+    fleet, layout, first = fleet_of(tmp_path, n=n)
+    fleet.unresponsive_at = {step.STEP: frozenset(f"d{k:02d}" for k in range(silent))}
+    found = await masked(fleet, layout).run("train", dict.fromkeys([d.id for d in fleet.devices()], order(first)))
+    assert len(accepted(found)) == (n if step in LATE else n - silent)
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.STEP)
+async def test_of_a_cohort_of_which_not_all_are_neighbours_some_may_drop_out_at_any_step(tmp_path, step) -> None:
+    fleet, layout, first = fleet_of(tmp_path, n=88)
+    gone = frozenset(f"d{k:02d}" for k in range(0, 88, 16))  # 82 are left
+    fleet.unresponsive_at = {step.STEP: gone}
+    ids = [device.id for device in fleet.devices()]
+    found = await masked(fleet, layout).run("train", dict.fromkeys(ids, order(first)))
+    there = [i for i in ids if step in LATE or i not in gone]
+    assert sorted(accepted(found)) == there
+    if step is not Unmask:  # not twice the same
+        return
+    plain = accepted(await fleet.run("plain", dict.fromkeys(there, order(first))))
+    n = np.array([u.n_samples for u in plain.values()])
+    rows = np.stack([fleet.get(u.update, layout).params for u in plain.values()])
+    mean = fleet.get(accepted(found)[there[0]].update, layout).params
+    np.testing.assert_allclose(mean, n @ rows / n.sum(), atol=bound(fleet, there))
+
+
+@pytest.mark.parametrize(("n", "silent"), [(5, 2), (10, 4), (12, 4)])
+async def test_a_sum_that_too_few_confirm_stays_closed_and_it_is_said(tmp_path, caplog, n, silent) -> None:
+    fleet, layout, first = fleet_of(tmp_path, n=n)
+    fleet.unresponsive_at = {"confirm_sum": frozenset(f"d{k:02d}" for k in range(silent))}
+    wrapped = masked(fleet, layout)
+    with caplog.at_level(logging.WARNING, logger="fedge"):
+        found = await wrapped.run("train", dict.fromkeys([d.id for d in fleet.devices()], order(first)))
+    assert all(isinstance(answer.result, Declined) for answer in found.values())
+    assert f"{n - silent} of {n} devices of the cohort have confirmed the sum" in caplog.text
+    assert not any(name == "unmask" for name, _ in fleet.seen)
+    assert wrapped.sums == [tuple(found)], "some have confirmed it, and would refuse one that is close to it"
+
+
+async def test_who_has_not_trained_but_is_there_confirms_as_well(tmp_path) -> None:
+    """Of ten four have no samples: six confirm are too few."""
+    fleet, layout, first = fleet_of(tmp_path, n=10)
+    for i in ("d00", "d03", "d05", "d08"):
+        data = fleet.data(i)
+        fleet.give(i, dataclasses.replace(data, sensitive=np.ones_like(data.sensitive)))
+    found = await masked(fleet, layout).run("train", dict.fromkeys([d.id for d in fleet.devices()], order(first)))
+    assert len(accepted(found)) == 6
+    assert sum(name == "confirm_sum" for name, _ in fleet.seen) == 10
+    assert sum(name == "unmask" for name, _ in fleet.seen) == 6
+
+
+async def test_a_device_with_the_four_steps_of_before_is_left_out_with_what_to_do(tmp_path) -> None:
+    """It is asked for nothing."""
+
+    class Earlier(MaskKeys, frozen=True, kw_only=True):
+        VERSION: ClassVar = 1
+
+    fleet, layout, first = fleet_of(tmp_path)
+    old = fleet.workers["d02"]
+    fleet.workers["d02"] = Worker(
+        "d02", old.task, old.data, old.home, steps={**installed_steps(), "mask_keys": Earlier}
+    )
+    found = await masked(fleet, layout).run("train", dict.fromkeys([d.id for d in fleet.devices()], order(first)))
+    assert len(accepted(found)) == 7
+    refused = found["d02"].result
+    assert isinstance(refused, Unsupported)
+    assert refused.reason == ("it does not know step mask_keys version 2: update fedge there, or install the step")
+    assert [name for name, i in fleet.seen if i == "d02"] == ["mask_keys"]
 
 
 async def test_too_many_dropouts_change_nothing_and_it_is_said(tmp_path, caplog) -> None:
@@ -138,7 +217,7 @@ async def test_devices_whose_sum_is_lost_are_not_taken_for_unresponsive(tmp_path
     assert all(isinstance(answer.result, Declined) for answer in found.values())
 
 
-@pytest.mark.parametrize("step", [step for step in STEPS if step is not Unmask], ids=lambda step: step.STEP)
+@pytest.mark.parametrize("step", [step for step in STEPS if step not in LATE], ids=lambda step: step.STEP)
 async def test_fewer_than_the_smallest_cohort_are_not_summed(tmp_path, step) -> None:
     fleet, layout, first = fleet_of(tmp_path, n=5)
     fleet.unresponsive_at = {step.STEP: frozenset({"d00"})}
@@ -146,7 +225,7 @@ async def test_fewer_than_the_smallest_cohort_are_not_summed(tmp_path, step) -> 
     found = await wrapped.run("train", dict.fromkeys([d.id for d in fleet.devices()], order(first)))
     assert not accepted(found)
     assert wrapped.sums == []
-    assert not any(name == "unmask" for name, _ in fleet.seen)
+    assert not any(name in {"confirm_sum", "unmask"} for name, _ in fleet.seen)
 
 
 async def test_a_device_wants_no_fewer_than_its_owner(tmp_path) -> None:
@@ -220,6 +299,30 @@ class Lying(Lossy):
             seeds = {k: bytes([share[0], share[1] ^ 1]) + share[2:] for k, share in shown.seeds.items()}
             found["d02"] = Answer("d02", type(shown)(seeds=seeds, keys=shown.keys))
         return found
+
+
+class Forging(Lossy):
+    """d02 signs something else at a step: `forged_at`, by the label."""
+
+    forged_at = ""
+
+    async def run(self, label: str, actions: dict[str, Action]) -> dict[str, Answer]:
+        found = await super().run(label, actions)
+        if "d02" in found and label == self.forged_at:
+            field = "confirmation" if label.endswith("-confirm") else "statement"
+            found["d02"] = Answer("d02", msgspec.structs.replace(found["d02"].result, **{field: bytes(64)}))
+        return found
+
+
+@pytest.mark.parametrize(("label", "n_summed"), [("train", 7), ("train-confirm", 8)])
+async def test_a_forged_signature_costs_its_device_alone(tmp_path, label, n_summed) -> None:
+    """The neighbours would not confirm a sum with it; of its confirmation nobody hears."""
+    fleet, layout, first = fleet_of(tmp_path)
+    fleet.__class__ = Forging
+    fleet.forged_at = label
+    found = await masked(fleet, layout).run("train", dict.fromkeys([d.id for d in fleet.devices()], order(first)))
+    assert len(accepted(found)) == n_summed
+    assert sum(name == "unmask" for name, _ in fleet.seen) == 7
 
 
 async def test_a_false_share_is_noticed(tmp_path, caplog) -> None:

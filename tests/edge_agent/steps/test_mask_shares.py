@@ -73,7 +73,8 @@ def test_a_roster_without_the_device_or_with_other_keys_of_it_is_refused(tmp_pat
     for wrong in (
         members[1:],
         [forged, *members[1:]],
-        [Member(id="x", encryption=b"e" * 32, masking=b"m" * 32), *members[1:]],
+        [msgspec.structs.replace(members[0], signing=bytes(range(32))), *members[1:]],
+        [Member(id="x", encryption=b"e" * 32, masking=b"m" * 32, signing=b"s" * 32), *members[1:]],
     ):
         cohort.enrol(wrong)
         refused = cohort.result(0, cohort.sharing())
@@ -83,7 +84,11 @@ def test_a_roster_without_the_device_or_with_other_keys_of_it_is_refused(tmp_pat
 
 def test_before_its_keys_nothing_is_shared(tmp_path: Path) -> None:
     cohort = Cohort(tmp_path)
-    cohort.enrol([Member(id=f"d{k}", encryption=bytes([k]) * 32, masking=bytes([9 + k]) * 32) for k in range(6)])
+    made_up = [
+        Member(id=f"d{k}", encryption=bytes([k]) * 32, masking=bytes([9 + k]) * 32, signing=bytes([18 + k]) * 32)
+        for k in range(6)
+    ]
+    cohort.enrol(made_up)
     refused = cohort.result(0, cohort.sharing())
     assert isinstance(refused, Failed)
     assert "never began" in refused.reason

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from itertools import pairwise
 from pathlib import Path
 
@@ -114,21 +115,49 @@ def test_with_other_samples_by_then_it_still_sends_what_it_sent(cohort: Cohort) 
     assert cohort.does(0, action) == first
 
 
-@pytest.mark.parametrize("changed", ["another model", "fewer pairs"])
+@pytest.mark.parametrize("changed", ["another model", "fewer pairs", "other sharers"])
 def test_another_training_under_the_same_mask_is_refused(cohort: Cohort, changed: str) -> None:
     cohort.does(0, cohort.training(0))
     cohort.workers[0] = cohort.started(0)
-    other = cohort.training(0, seed=1) if changed == "another model" else cohort.training(0, among=(1, 2, 3))
+    other = {
+        "another model": cohort.training(0, seed=1),
+        "fewer pairs": cohort.training(0, among=(0, 1, 2, 3)),
+        "other sharers": msgspec.structs.replace(cohort.training(0), sharers=cohort.positions(range(5))),
+    }[changed]
     refused = cohort.result(0, other)
     assert isinstance(refused, Failed)
     assert refused.reason == "another order was answered under this mask"
 
 
-@pytest.mark.parametrize("among", [(), (1, 2)])
+@pytest.mark.parametrize("among", [(0,), (0, 1, 2)])
 def test_masks_with_too_few_are_refused(cohort: Cohort, among: tuple[int, ...]) -> None:
     refused = cohort.result(0, cohort.training(0, among=among))
     assert isinstance(refused, Failed)
     assert "3 neighbours are the fewest" in refused.reason
+
+
+@pytest.mark.parametrize(
+    ("named", "sent"),
+    [((0, 1, 2, 3, 4), range(6)), (range(6), (0, 1, 2, 3, 4)), (range(1, 6), range(6)), ((), range(6))],
+    ids=["shares of one more", "shares of one less", "without itself", "nobody"],
+)
+def test_masks_with_others_than_all_neighbours_that_have_shared_are_refused(
+    cohort: Cohort, named: Collection[int], sent: Collection[int]
+) -> None:
+    """Whoever masks with fewer than it is told could be summed without those with whom it has masked."""
+    action = msgspec.structs.replace(cohort.training(0, among=sent), sharers=cohort.positions(named))
+    refused = cohort.result(0, action)
+    assert isinstance(refused, Failed)
+    assert refused.reason == "shares of others than the neighbours that have shared their secrets"
+    assert isinstance(cohort.result(0, cohort.training(0)), TrainedMasked), "nothing was masked"
+
+
+def test_it_signs_with_whom_it_has_masked(cohort: Cohort) -> None:
+    for k, among in ((0, None), (1, (0, 1, 2, 3))):
+        action = cohort.training(k, among=among)
+        result = cohort.result(k, action)
+        assert isinstance(result, TrainedMasked)
+        assert cohort.roster.signers(cohort.roster.masked_with(action.sharers), {k: result.statement}) == {k}
 
 
 def test_before_its_secrets_are_shared_it_masks_nothing(tmp_path: Path) -> None:
@@ -136,7 +165,7 @@ def test_before_its_secrets_are_shared_it_masks_nothing(tmp_path: Path) -> None:
     cohort.advertise()
     for k in range(1, 6):
         cohort.made[k] = cohort.result(k, cohort.sharing())  # type: ignore[assignment]
-    refused = cohort.result(0, cohort.training(0))
+    refused = cohort.result(0, cohort.training(0, among=range(6)))
     assert isinstance(refused, Failed)
     assert refused.reason == "no secrets were shared for this roster"
 

@@ -13,6 +13,7 @@ from fedge.fixed_point import n_bytes
 from fedge.messages import BlobRef, Order, Report, Role, decode, encode
 from fedge.sgd import Sgd
 from fedge.step import HARMLESS, Action, Result, installed_steps, read_action, read_result, report_of, unaccounted
+from fedge.steps.confirm_sum import ConfirmSum, SumConfirmed
 from fedge.steps.describe_labels import DescribeLabels, LabelsDescribed
 from fedge.steps.fit_candidates import CandidatesFitted, FitCandidates
 from fedge.steps.fit_energy import EnergyFitted, FitEnergy
@@ -68,15 +69,19 @@ SHARE = SharePrivate(kept_by="train_rod")
 INSTALL_BUNDLE = InstallBundle(files={"manifest.json": REF, "skeleton.onnx": REF, "part": REF}, release=1)
 
 
-KEYS = KeysMade(encryption=bytes([9]).ljust(32, b"\0"), masking=bytes(range(32)))
+KEYS = KeysMade(encryption=bytes([9]).ljust(32, b"\0"), masking=bytes(range(32)), signing=bytes(32))
 SEALED = {0: bytes(82), 2: bytes(82)}
-MASKED = TrainMasked(session="s", roster=PLAIN, train=TRAIN, heaviest=10, shares=SEALED)
-UNMASK = Unmask(session="s", roster=PLAIN, summed=(0, 2))
+MASKED = TrainMasked(session="s", roster=PLAIN, train=TRAIN, heaviest=10, sharers=PLAIN, shares=SEALED)
+SIGNED = {0: bytes(64), 2: bytes(64)}
+CONFIRM = ConfirmSum(session="s", roster=PLAIN, sharers=PLAIN, summed=PLAIN, statements=SIGNED)
+UNMASK = Unmask(session="s", roster=PLAIN, confirmations=PLAIN)
 
 
 def masked(size_bytes: int = 1, **changes: Any) -> TrainedMasked:
     ref = msgspec.structs.replace(PLAIN, size_bytes=size_bytes)
-    values: dict[str, Any] = {"masked": ref, "loss_before": 1.0, "loss_after": 0.5, "gradient_norm": 1.0}
+    values: dict[str, Any] = {
+        "masked": ref, "statement": bytes(64), "loss_before": 1.0, "loss_after": 0.5, "gradient_norm": 1.0,
+    }  # fmt: skip
     return TrainedMasked(**(values | changes))
 
 
@@ -147,6 +152,7 @@ GOOD: list[tuple[Action, Result]] = [
     (MaskKeys(session="s"), KEYS),
     (MaskShares(session="s", roster=PLAIN), SharesMade(sealed=SEALED, commitment=bytes(32))),
     (MASKED, masked()),
+    (CONFIRM, SumConfirmed(confirmation=bytes(64))),
     (UNMASK, unmasked(0, keys=(1,))),
 ]
 
@@ -176,11 +182,12 @@ BAD: list[tuple[Action, Result, str]] = [
     (FIT_ENERGY, energies(2, 1), "wrong-result"),
     (INSTALL_BUNDLE, installed(2), "wrong-result"),
     (SHARE, PrivateShared(module=REF), "wrong-result"),
-    (MaskKeys(session="s"), KeysMade(encryption=KEYS.masking, masking=KEYS.masking), "wrong-result"),
-    (MaskKeys(session="s"), KeysMade(encryption=KEYS.masking, masking=bytes(32)), "wrong-result"),
+    *(
+        (MaskKeys(session="s"), msgspec.structs.replace(KEYS, **changes), "wrong-result")
+        for changes in ({"encryption": KEYS.masking}, {"signing": KEYS.masking}, {"masking": bytes([1] + [0] * 31)})
+    ),
     *((MASKED, masked(**{name: None}), "wrong-result") for name in ("loss_before", "loss_after", "gradient_norm")),
-    (UNMASK, unmasked(1), "wrong-result"),
-    (UNMASK, unmasked(0, keys=(2,)), "wrong-result"),
+    (UNMASK, unmasked(0, 1, keys=(1,)), "wrong-result"),
 ]
 
 MALFORMED: list[tuple[Action | Result, dict[str, Any]]] = [
@@ -225,11 +232,15 @@ MALFORMED: list[tuple[Action | Result, dict[str, Any]]] = [
     (INSTALL_BUNDLE, {"files": {"manifest.json": REF}}),
     (INSTALL_BUNDLE, {"release": -1}),
     (KEYS, {"masking": b"short"}),
+    (KEYS, {"signing": b"short"}),
     (SharesMade(sealed=SEALED, commitment=bytes(32)), {"sealed": {}}),
     (SharesMade(sealed=SEALED, commitment=bytes(32)), {"sealed": {MAX_COHORT: bytes(82)}}),
     (MASKED, {"heaviest": 0}),
     (MASKED, {"shares": {0: bytes(81)}}),
-    (UNMASK, {"summed": (-1,)}),
+    (MASKED, {"sharers": (0, 1)}),
+    (CONFIRM, {"statements": {0: bytes(63)}}),
+    (CONFIRM, {"statements": {MAX_COHORT: bytes(64)}}),
+    (CONFIRM, {"statements": dict.fromkeys(range(257), bytes(64))}),
     (unmasked(0), {"seeds": {0: bytes(32)}}),
 ]
 
