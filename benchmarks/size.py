@@ -35,7 +35,7 @@ LATER: dict[str, str] = {
         "*/steps/train_dp.py fedge/models/dp_sgd.py edge_agent/privacy_ledger.py coordinator/fleet/accounted.py"
     ),
     "masked sums": (
-        "*/steps/mask_*.py */steps/unmask.py */steps/train_masked.py edge_agent/masking.py "
+        "*/steps/mask_*.py */steps/confirm_sum.py */steps/unmask.py */steps/train_masked.py edge_agent/masking.py "
         "fedge/{masking,shamir,fixed_point}.py coordinator/fleet/masked.py"
     ),
     "hostile devices": (
