@@ -34,6 +34,7 @@ from tests.support.browser import chromium
 from tests.support.programs import WAIT_S, Programs
 from tests.support.rollouts import release_of
 from tests.support.trained_bundles import trained_bundle
+from tests.support.waiting import until
 
 DEVICES = ("cam1", "cam2", "cam3", "cam4")
 OLD_REPORT = next((HOMES / "0.1.0/mid_round/cam0/outbox/reports").iterdir())
@@ -76,17 +77,6 @@ class Day(Programs):
     async def agent(self, device: str, *more: object) -> None:
         own = ("--id", device, "--home", self.folder / device, "--data", self.folder / f"{device}.npz")
         await self.begin(device, "agent", *self._common, *own, *more)
-
-
-async def until(condition: Callable[[], object]) -> None:
-    """Wait for what other programs write.
-
-    Raises:
-        TimeoutError: they never do.
-    """
-    async with asyncio.timeout(WAIT_S):
-        while not condition():  # noqa: ASYNC110 - files of another process tell nobody
-            await asyncio.sleep(0.05)
 
 
 def entries(home: Path, number: int) -> dict[str, tuple[OrderStatus, str]]:

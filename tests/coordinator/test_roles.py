@@ -24,6 +24,7 @@ from fedge.steps.train import Start, Train
 from fedge.tensors import to_bytes
 from tests.support.broker import settings
 from tests.support.device import LAYOUT, TASK, WAIT_S, RawDevice, tensors
+from tests.support.waiting import until
 
 MODEL = to_bytes(tensors(1.0))
 
@@ -54,9 +55,7 @@ async def intake(one_broker: LocalBroker, store: Store, tmp_path: Path) -> Async
 async def running(helper: Intake | BlobServer) -> AsyncIterator[None]:
     work = asyncio.create_task(helper.serve())
     try:
-        async with asyncio.timeout(WAIT_S):
-            while not helper._transport.connected:  # noqa: ASYNC110 - its devices repeat nothing
-                await asyncio.sleep(0.01)
+        await until(lambda: helper._transport.connected)
         yield
     finally:
         work.cancel()

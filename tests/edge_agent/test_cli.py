@@ -34,8 +34,8 @@ from fedge.tasks import device_data, task_spec
 from fedge.tensors import unflatten
 from fedge.transport import parse_address
 from tests.support.broker import local_broker
-from tests.support.federation import until
 from tests.support.peer import WAIT_S, Peer, order_of, train
+from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"

@@ -14,9 +14,10 @@ from methods.fedasync import FedAsync, FedAsyncState
 from coordinator.methods import MethodSettings, dump
 from coordinator.simulation.rounds import run
 from fedge.broker import LocalBroker
-from tests.support.federation import ROOT, Federation, same, settings, until
+from tests.support.federation import ROOT, Federation, same, settings
 from tests.support.simulation import digits
 from tests.support.streams import record_of, replay_of
+from tests.support.waiting import until
 
 FEDASYNC = "methods.fedasync:FedAsync"
 DEVICES = ("cam0", "cam1", "cam2")

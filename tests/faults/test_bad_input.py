@@ -41,8 +41,9 @@ from fedge.steps.profile import Profiled
 from fedge.tensors import digest_of, from_bytes, to_bytes
 from fedge.transport import Inbound
 from tests.support.device import RawDevice, trained
-from tests.support.federation import Federation, Running, same, settings, until
+from tests.support.federation import Federation, Running, same, settings
 from tests.support.peer import action_of
+from tests.support.waiting import until
 
 HONEST = ("cam0", "cam1")
 ME = "mallory"

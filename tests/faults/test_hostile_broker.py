@@ -52,16 +52,11 @@ from fedge.transport import BrokerSettings, Inbound, Transport
 from tests.support.device import LAYOUT, TASK, tensors, trained
 from tests.support.identities import Authority, OpenBroker
 from tests.support.peer import EchoWorker
+from tests.support.waiting import until
 
 WAIT_S = 300.0
 TOPICS = Topics("test")
 _envelope = msgspec.msgpack.Decoder(Envelope)
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not holds():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 class Taken:

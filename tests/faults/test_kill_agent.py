@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 from asyncio.subprocess import Process
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from fedge.step import read_result
 from fedge.steps.train import Trained
 from tests.support.broker import local_broker
 from tests.support.peer import WAIT_S, Peer, action_of, order_of, train
+from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[2]
 POLL_S = 0.02
@@ -60,12 +61,6 @@ async def started(broker: LocalBroker, home: Path) -> AsyncIterator[Process]:
         yield process
     finally:
         await kill(process)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not condition():  # noqa: ASYNC110 - files in another process tell nobody
-            await asyncio.sleep(POLL_S)
 
 
 def executions(home: Path) -> list[str]:

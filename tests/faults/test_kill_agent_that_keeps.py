@@ -15,7 +15,8 @@ from coordinator.methods.fedavg import FedAvgState
 from coordinator.methods.personal_layers import PersonalState
 from fedge.messages import Codec
 from tests.support.broker import local_broker
-from tests.support.federation import Federation, same, settings, until
+from tests.support.federation import Federation, same, settings
+from tests.support.waiting import until
 
 ROUNDS, STEPS = 4, 200
 

@@ -13,7 +13,8 @@ from coordinator.methods.fedavg import FedAvgState
 from fedge.messages import Codec
 from fedge.tasks import task_spec
 from tests.support.broker import BROKERS, local_broker
-from tests.support.federation import Federation, Running, same, settings, until
+from tests.support.federation import Federation, Running, same, settings
+from tests.support.waiting import until
 
 DEVICES = ("cam0", "cam1")
 LARGE = msgspec.structs.replace(task_spec("digits"), model_options={"hidden": 60_000})

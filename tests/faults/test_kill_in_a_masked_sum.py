@@ -11,7 +11,8 @@ from pathlib import Path
 from coordinator.methods.fedavg import FedAvgState
 from coordinator.protection import Protection
 from fedge.broker import LocalBroker
-from tests.support.federation import Federation, same, settings, until
+from tests.support.federation import Federation, same, settings
+from tests.support.waiting import until
 
 DEVICES = tuple(f"cam{k}" for k in range(6))
 MASKED = {"method": "fedavg", "rounds": 1, "average": "mean", "masking": True}

@@ -12,8 +12,9 @@ from coordinator.methods import State
 from coordinator.methods.fedbuff import FedBuffState
 from coordinator.methods.fedge import FedgeState
 from fedge.broker import LocalBroker
-from tests.support.federation import Federation, same, settings, until
+from tests.support.federation import Federation, same, settings
 from tests.support.streams import record_of, replay_of, stand_still_in_mid_round
+from tests.support.waiting import until
 
 DEVICES = ("cam0", "cam1", "cam2")
 SIZE = 3

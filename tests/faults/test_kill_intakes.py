@@ -21,8 +21,9 @@ from fedge.broker import LocalBroker
 from fedge.messages import Order, Report
 from fedge.tasks import task_spec
 from tests.support.broker import settings
-from tests.support.federation import Running, until, words
+from tests.support.federation import Running, words
 from tests.support.postgres import new_database
+from tests.support.waiting import until
 
 N, ROUNDS = 24, 4
 EVERY = 12

@@ -15,6 +15,7 @@ from fedge.broker import LocalBroker
 from fedge.messages import Presence
 from tests.support.broker import settings
 from tests.support.device import LAYOUT, TASK
+from tests.support.waiting import until
 
 WAIT_S = 300.0
 ROOT = Path(__file__).parent.parent.parent
@@ -25,12 +26,6 @@ async def agent(broker: LocalBroker, home: Path, log: Path) -> Process:
     command = (sys.executable, "-m", "tests.support.agent_process", broker.host, str(broker.port), str(home))
     with log.open("wb") as stderr:
         return await asyncio.create_subprocess_exec(*command, stderr=stderr, stdout=PIPE, cwd=ROOT)
-
-
-async def until(holds: object) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not holds():  # type: ignore[operator]  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
 
 
 async def test_two_of_one_id_are_told_so_and_do_not_stay_online(mosquitto: LocalBroker, tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ from fedge.background import STOP_S
 from fedge.broker import LocalBroker
 from fedge.models import initial
 from fedge.tasks import task_spec
-from tests.support.federation import Federation, Running, same, settings, until
+from tests.support.federation import Federation, Running, same, settings
+from tests.support.waiting import until
 
 DEVICES = ("cam0", "cam1", "cam2")
 ROUNDS = 8

@@ -18,8 +18,9 @@ from fedge.errors import TransportError
 from fedge.renewal import Renewal
 from fedge.topics import Topics
 from fedge.transport import BrokerSettings, Inbound, Transport
-from tests.support.federation import NAME, until
+from tests.support.federation import NAME
 from tests.support.identities import Authority, TlsBroker
+from tests.support.waiting import until
 
 TOPICS = Topics(NAME)
 AGO = dt.timedelta(days=250)

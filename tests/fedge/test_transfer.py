@@ -45,6 +45,7 @@ from fedge.transport import LARGE_CHUNK, BrokerSettings, Inbound, Transport
 from tests.deploy.faults import no_room
 from tests.deploy.power import in_a_process_cut_off_at
 from tests.support.broker import local_broker, transport
+from tests.support.waiting import until
 
 TOPICS = Topics("test")
 WAIT_S = 300.0
@@ -738,9 +739,7 @@ async def test_cancelled_fetch_is_resumed_not_begun_again(broker, tmp_path):
     async with link:
         first = asyncio.create_task(fetch(receiver, a_ref(data)))
         record = tmp_path / "down" / f"{digest_of(data)}.ranges"
-        async with asyncio.timeout(WAIT_S):
-            while not record.exists():  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: record.exists())
         await asyncio.sleep(0.05)
         for start in range(0, half, 50_000):
             await link.publish(TOPICS.model_chunk(digest_of(data), start), data[start : start + 50_000])
@@ -797,9 +796,7 @@ async def test_bad_chunks_change_nothing(broker, tmp_path, caplog):
     async with link:
         running = asyncio.create_task(fetch(receiver, a_ref(data)))
         record = tmp_path / f"{digest}.ranges"
-        async with asyncio.timeout(WAIT_S):
-            while not record.exists():  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: record.exists())
         await asyncio.sleep(0.1)
         for offset, payload in (("x", b"1"), ("-1", b"1"), ("1000", b"1"), ("999", b"12"), ("0", b""), ("²", b"1")):
             await link.publish(TOPICS.model_chunk(digest, offset), payload)
@@ -859,9 +856,7 @@ async def test_broker_killed_in_mid_transfer(broker, tmp_path):
     async with serving(broker, up), link:
         running = asyncio.create_task(fetch(receiver, a_ref(data)))
         record = tmp_path / "down" / f"{digest_of(data)}.ranges"
-        async with asyncio.timeout(WAIT_S):
-            while not (record.exists() and record.stat().st_size):  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
+        await until(lambda: record.exists() and record.stat().st_size, every_s=0.001)
         await broker.kill()
         await broker.start()
         assert (await running).read_bytes() == data

@@ -30,6 +30,7 @@ from fedge.transport import (
     chunk_bytes_for,
 )
 from tests.support.broker import ask, say, transport
+from tests.support.waiting import until
 
 WAIT_S = 20.0
 
@@ -49,12 +50,6 @@ class Inbox:
 
     async def payloads(self, n: int) -> list[bytes]:
         return [(await self.next()).payload for _ in range(n)]
-
-
-async def until(condition) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not condition():  # noqa: ASYNC110 - polls what has no event
-            await asyncio.sleep(0.01)
 
 
 # ------------------------------------------------------------------------------------------------ pure parts

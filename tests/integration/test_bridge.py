@@ -10,7 +10,8 @@ from coordinator.checks import first_model
 from fedge.broker import LocalBroker
 from fedge.tasks import task_spec
 from tests.support.broker import settings
-from tests.support.federation import Running, until, words
+from tests.support.federation import Running, words
+from tests.support.waiting import until
 
 N, ROUNDS = 6, 3
 

@@ -22,8 +22,9 @@ from fedge.files import highest_release
 from fedge.tasks import device_inputs, labelled, pool
 from fedge.tensors import flatten, from_bytes
 from tests.support.broker import local_broker
-from tests.support.federation import NAME, ROOT, Federation, Running, until
+from tests.support.federation import NAME, ROOT, Federation, Running
 from tests.support.torch_free import environment
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.skipif(mosquitto_path() is None, reason="mosquitto is not installed")
 

@@ -10,7 +10,8 @@ from coordinator.methods.fedavg import FedAvgState
 from edge_agent.privacy_ledger import Ledger
 from fedge.messages import Report, Why
 from tests.support.broker import local_broker
-from tests.support.federation import Federation, until
+from tests.support.federation import Federation
+from tests.support.waiting import until
 
 ROUNDS = 3
 

@@ -16,7 +16,8 @@ import deploy
 from fedge.broker import mosquitto_path
 from fedge.tasks import pool
 from tests.support.broker import local_broker
-from tests.support.federation import NAME, WAIT_S, Federation, Running, until
+from tests.support.federation import NAME, WAIT_S, Federation, Running
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.skipif(mosquitto_path() is None, reason="mosquitto is not installed")
 

@@ -93,8 +93,8 @@ def test_a_masked_sum_is_of_devices_that_tell_no_number_of_samples_too(
         f"d{i}": Worker(f"d{i}", samples.spec, share_data(samples.spec, share), tmp_path / f"d{i}")
         for i, share in enumerate(shares)
     }
-    silent = Rules(PRESETS["default"] - {Reveals.COUNT})
-    fleet = SimulatedFleet(samples.spec, layout, workers, seed=1, rules=dict.fromkeys(who, silent))
+    reticent = Rules(PRESETS["default"] - {Reveals.COUNT})
+    fleet = SimulatedFleet(samples.spec, layout, workers, seed=1, rules=dict.fromkeys(who, reticent))
     masked = Protection(average="mean", masking=True)
     made = make("fedavg", MethodSettings(rounds=1, sgd=Sgd(steps=1), protection=masked), Server(samples.spec, None))
     begin = fleet.put(unflatten(first, layout))

@@ -39,9 +39,10 @@ from tests.deploy.bundles import digest, other_gate, poor_gate, variant
 from tests.deploy.repository import LATER, PAST, Simulator
 from tests.support.broker import BROKERS, local_broker, settings, transport
 from tests.support.clock import Clock
-from tests.support.rollouts import WAIT_S, plan_of, release_of, rolled_out, until
+from tests.support.rollouts import WAIT_S, plan_of, release_of, rolled_out
 from tests.support.runtime_device import FEDERATION, LENIENT, device, prepare
 from tests.support.trained_bundles import trained_bundle
+from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[2]
 DEVICES = [f"cam{i}" for i in range(8)]

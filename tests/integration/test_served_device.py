@@ -27,8 +27,9 @@ from tests.deploy.bundles import digest, other_gate, variant
 from tests.deploy.serve_process import X, ask, process
 from tests.deploy.serving import body, golden, outputs
 from tests.support.broker import local_broker, transport
-from tests.support.rollouts import plan_of, release_of, rolled_out, until
+from tests.support.rollouts import plan_of, release_of, rolled_out
 from tests.support.runtime_device import FEDERATION, prepare
+from tests.support.waiting import until
 
 DEVICE = "cam0"
 
@@ -116,7 +117,7 @@ async def test_killed_on_trial_it_goes_on_with_the_trial(broker, repo, home, old
     assert (state.running, state.good, state.highest_release, state.refused) == ("b", "a", 2, {})
     assert whole(home) == {"a": digest(old), "b": digest(new)}
     assert json.loads((home / "outcome.json").read_bytes())["digest"] == digest(new)
-    assert not supervising.done(), "a device that fell silent on trial proves nothing"
+    assert not supervising.done(), "a device that disappears on trial proves nothing"
 
     async with process(*words(home, broker)) as (child, _, session):
         assert (await ask(session, "digits"))[1]["parameters"]["release"] == 2

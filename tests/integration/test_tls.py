@@ -17,6 +17,7 @@ from fedge.topics import ClientRole, Topics
 from fedge.transport import CHECK_TLS, BrokerSettings, Inbound, Transport
 from tests.support.federation import NAME, Federation, Running, words
 from tests.support.identities import Authority, TlsBroker
+from tests.support.waiting import until
 
 DEVICES = ("cam0", "cam1")
 
@@ -73,9 +74,7 @@ async def test_nobody_speaks_for_another(broker: TlsBroker, authority: Authority
             with pytest.raises(TransportError, match="Not authorized"):
                 await cam8.publish(topics.agent("cam0", "status"), b"x")
             await cam8.publish(topics.agent("cam8", "status"), b"x")
-            async with asyncio.timeout(300):
-                while not heard.topics:  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
+            await until(lambda: heard.topics)
         assert heard.topics == [topics.agent("cam8", "status")]
 
 
@@ -139,9 +138,7 @@ async def test_who_is_no_device_cannot_speak_as_one_nor_hear_what_is_not_for_it(
         for topic in everything:
             await coordinator.publish(topic, b"x")
         await coordinator.publish(topics.agent("end", "status" if role == "status" else "health"), b"x")
-        async with asyncio.timeout(300):
-            while not any("/end/" in topic for topic in heard.topics):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: any("/end/" in topic for topic in heard.topics))
     leaf = "status" if role == "status" else "health"
     others = {topics.agent("cam0", leaf), topics.agent("end", leaf)}
     assert set(heard.topics) <= others | ({topics.rollout} | {t for t in everything if "/blobs/aa" in t})
@@ -163,9 +160,7 @@ async def test_a_part_without_business_at_the_broker_says_and_hears_nothing(
             await here.publish(topics.agent(role, "status"), b"x")
         for topic in (topics.agent(role, "orders"), topics.model_chunk("a" * 64, 0), topics.rollout):
             await coordinator.publish(topic, b"x")
-        async with asyncio.timeout(300):
-            while not told.topics:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: told.topics)
     assert heard.topics == []
 
 

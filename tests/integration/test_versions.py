@@ -21,7 +21,7 @@ import pytest
 
 from fedge.broker import LocalBroker
 from tests.homes.make import DEVICES, prepare
-from tests.support.federation import until
+from tests.support.waiting import until
 
 NEW = Path(__file__).parents[2]
 OLD = {"0.2.0-schema-3": "438a3f088d6c50faaba6995a3c4a4420803af1bf"}

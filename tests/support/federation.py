@@ -31,19 +31,13 @@ from fedge.sgd import Sgd
 from fedge.task import TaskSpec
 from fedge.tasks import Partitioning, device_data, partition, pool, task_spec, write_share, write_task
 from fedge.tensors import unflatten
+from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[2]
 NAME = "f"
 SEED = 3
 WAIT_S = 300.0
 POLL_S = 0.005
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait for what another process does to files, which tells nobody."""
-    async with asyncio.timeout(WAIT_S):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(POLL_S)
 
 
 def words(flags: Mapping[str, object]) -> list[object]:

@@ -12,7 +12,6 @@ import base64
 import signal
 import sys
 import tempfile
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,7 @@ from tests.support.broker import local_broker
 from tests.support.browser import chromium
 from tests.support.programs import WAIT_S, Programs
 from tests.support.trained_bundles import trained_bundle
+from tests.support.waiting import until
 
 SCREENS = {"": (1180, False, "light"), "-dark": (1180, False, "dark"), "-phone": (390, True, "dark")}
 MOST_PIXELS = 1000
@@ -130,17 +130,6 @@ async def predict(port: int, x: NDArray[np.float32]) -> None:
             told = {"name": "x", "shape": [1, *image.shape], "datatype": "FP32", "data": image.ravel().tolist()}
             async with http.post(f"{url}/models/{model['name']}/infer", json={"inputs": [told]}) as answer:
                 assert answer.status == 200, await answer.text()
-
-
-async def until(condition: Callable[[], object]) -> None:
-    """Wait for what other programs write.
-
-    Raises:
-        TimeoutError: they never do.
-    """
-    async with asyncio.timeout(3 * WAIT_S):
-        while not condition():  # noqa: ASYNC110 - files of another process tell nobody
-            await asyncio.sleep(0.1)
 
 
 # ------------------------------------------------------------------------------------------------------ the pictures

@@ -43,10 +43,3 @@ async def rolled_out(
     )
     async with asyncio.timeout(WAIT_S):
         return await supervisor.run()
-
-
-async def until(condition: Callable[[], object]) -> None:
-    """Wait for what files of another process say."""
-    async with asyncio.timeout(WAIT_S):
-        while not condition():  # noqa: ASYNC110 - files in another process tell nobody
-            await asyncio.sleep(0.02)

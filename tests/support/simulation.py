@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from coordinator.fleet import Answer, Device
 from coordinator.fleet.devices import Hardware
 from coordinator.fleet.simulated import SimulatedFleet
-from coordinator.methods import State
+from coordinator.methods import Method, State
 from deploy import load
 from edge_agent import batched
 from edge_agent.device import Unpacked
@@ -31,6 +31,7 @@ from fedge.tensors import Layout, Model, unflatten
 from tests.support.orders import manifest_of
 
 A = TypeVar("A", bound=Action)
+S = TypeVar("S", bound=State)
 
 
 class Fleet(SimulatedFleet):
@@ -114,6 +115,14 @@ def digits(
     fleet = Fleet(task, layout, workers, seed=seed, hardware=hardware)
     group_of = {i: share.group for i, share in zip(data, shares, strict=True)}
     return fleet, layout, fleet.put(unflatten(first, layout)), group_of
+
+
+async def rounds(method: Method[S], state: S, fleet: SimulatedFleet, n: int = 1) -> S:
+    """The state after so many rounds, whether the method is done or not."""
+    for _ in range(n):
+        fleet.round = state.round + 1
+        state = await method.advance(state, fleet)
+    return state
 
 
 def predicted(worker: Worker, x: NDArray[np.float32], release: int = 1) -> NDArray[np.float64]:

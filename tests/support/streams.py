@@ -14,7 +14,8 @@ from coordinator.fleet import Answer, Device, Seen
 from coordinator.fleet.simulated import SimulatedFleet
 from fedge.messages import blobs_of
 from fedge.step import Action
-from tests.support.federation import Federation, Running, until
+from tests.support.federation import Federation, Running
+from tests.support.waiting import until
 
 Record = Mapping[int, list[tuple[int, str]]]
 """For each round what was handed out in it: the round of the order, and the device."""

@@ -32,6 +32,7 @@ from fedge.tensors import Layout, unflatten
 from tests.support.broker import settings
 from tests.support.device import LAYOUT, TASK, RawDevice, tensors
 from tests.support.simulation import digits
+from tests.support.waiting import until
 
 ACTION = Install(model=BlobRef(digest="0" * 64, size_bytes=8), method="fedavg")
 
@@ -143,12 +144,6 @@ class Devices:
             order = next(o for o in device.orders if o.id == order_id)
             await device.report(order, device.trained(float(number)))
             await device.ack(order_id)
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not holds():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 @pytest.fixture

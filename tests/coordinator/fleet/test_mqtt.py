@@ -41,6 +41,7 @@ from tests.chaos.network import Network
 from tests.support.broker import settings
 from tests.support.device import IN_0_1, LAYOUT, TASK, RawDevice, tensors, trained
 from tests.support.peer import action_of
+from tests.support.waiting import until
 
 DEADLINE_S = 20.0
 OTHER_TASK = msgspec.structs.replace(TASK, classes=("a", "b", "c"))
@@ -72,13 +73,6 @@ def make_fleet(
         deadline_s=deadline_s,
         observe=lambda event, fields: None,
     )
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    """Wait for what the fleet tells nobody."""
-    async with asyncio.timeout(DEADLINE_S):
-        while not holds():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 async def federation(
@@ -242,7 +236,7 @@ async def test_an_answer_that_came_while_the_method_worked_is_handed_out_at_once
         assert (await anext(stream)).device_id == "b"
 
 
-async def test_a_silent_device_holds_up_nobody_beyond_the_deadline(
+async def test_an_unresponsive_device_holds_up_nobody_beyond_the_deadline(
     one_broker: LocalBroker, store: Store, stack: AsyncExitStack
 ) -> None:
     fleet, (a, _) = await federation(stack, one_broker, store, "a", "silent", deadline_s=5)

@@ -1,4 +1,4 @@
-"""CFIC (docs/methods/cfic.md) on real workers: registration, clusters, sampling, the step, silence, bundles."""
+"""CFIC (docs/methods/cfic.md) on real workers: registration, clusters, sampling, the step, no answers, bundles."""
 
 import logging
 
@@ -14,7 +14,7 @@ from coordinator.simulation.rounds import run
 from fedge.errors import ConfigError
 from fedge.messages import Codec
 from fedge.sgd import Sgd
-from tests.support.simulation import digits, manifests, predicted
+from tests.support.simulation import digits, manifests, predicted, rounds
 
 EXACT = {"sgd": Sgd(steps=5), "codec": Codec.FLOAT32, "down": "float32"}
 
@@ -22,13 +22,6 @@ EXACT = {"sgd": Sgd(steps=5), "codec": Codec.FLOAT32, "down": "float32"}
 def skewed(home, n: int = 6, seed: int = 0):
     fleet, layout, first, _ = digits(home, n=n, how="dirichlet", alpha=0.1, seed=seed)
     return fleet, layout, first
-
-
-async def rounds(method, state, fleet, n: int):
-    for _ in range(n):
-        fleet.round = state.round + 1
-        state = await method.advance(state, fleet)
-    return state
 
 
 def majority(worker) -> int:

@@ -17,7 +17,7 @@ from fedge.steps.mean_features import FeaturesMeasured, MeanFeatures
 from fedge.steps.train import Train
 from fedge.steps.train_dbe import TrainDbe
 from fedge.tensors import Layout, TensorInfo
-from tests.support.simulation import Fleet, digits
+from tests.support.simulation import Fleet, digits, rounds
 
 SETTINGS = MethodSettings(rounds=4, sgd=Sgd(steps=4), codec=Codec.FLOAT32, down="float32")
 
@@ -28,14 +28,9 @@ def federation(home: Path) -> tuple[Fleet, Any, Dbe, DbeState]:
     return fleet, layout, method, method.init(layout, first)
 
 
-async def next_round(method: Dbe, state: DbeState, fleet: Fleet) -> DbeState:
-    fleet.round = state.round + 1
-    return await method.advance(state, fleet)
-
-
 async def test_round_1_is_fedavgs_and_ends_with_the_mean_of_all_features(tmp_path: Path) -> None:
     fleet, layout, method, state = federation(tmp_path / "a")
-    after = await next_round(method, state, fleet)
+    after = await rounds(method, state, fleet)
     other, _, first, _ = digits(tmp_path / "b", n=4, limit=400)
     other.round = 1
     fedavg = await FedAvg(SETTINGS).advance(FedAvg(SETTINGS).init(layout, first), other)
@@ -50,7 +45,7 @@ async def test_round_1_is_fedavgs_and_ends_with_the_mean_of_all_features(tmp_pat
 async def test_g_is_measured_once_and_every_later_round_is_drawn_to_it(tmp_path: Path) -> None:
     fleet, _, method, state = federation(tmp_path)
     for _ in range(3):
-        state = await next_round(method, state, fleet)
+        state = await rounds(method, state, fleet)
     actions = [(number, action) for number, _, _, action in fleet.orders]
     assert [number for number, action in actions if isinstance(action, MeanFeatures)] == [1] * 4
     drawn = {
@@ -72,11 +67,11 @@ async def test_if_nobody_tells_a_mean_the_next_round_is_like_the_first(tmp_path:
         fleet.unresponsive = everybody if step == "mean" else frozenset()
 
     fleet.before = no_means
-    state = await next_round(method, state, fleet)
+    state = await rounds(method, state, fleet)
     assert (state.global_mean, method.kept_by(state)) == (None, None)
     fleet.before = lambda *_: None
     fleet.unresponsive = frozenset()
-    state = await next_round(method, state, fleet)
+    state = await rounds(method, state, fleet)
     assert state.global_mean is not None
     assert not (tmp_path / "d00" / "kept").exists()
 
@@ -93,7 +88,7 @@ async def test_means_of_another_length_or_of_no_samples_change_nothing(tmp_path:
             answers["d03"] = Answer("d03", FeaturesMeasured(mean=(5.0,) * d, n_samples=1))
 
     fleet.change = odd
-    state = await next_round(method, state, fleet)
+    state = await rounds(method, state, fleet)
     assert state.global_mean is not None
     np.testing.assert_allclose(fleet.get_tensors(state.global_mean)["mean"], (3 * 1 + 1 * 5) / 4)
 
@@ -101,7 +96,7 @@ async def test_means_of_another_length_or_of_no_samples_change_nothing(tmp_path:
 async def test_the_offset_is_kept_over_the_rounds(tmp_path: Path) -> None:
     fleet, layout, method, state = federation(tmp_path)
     for _ in range(3):
-        state = await next_round(method, state, fleet)
+        state = await rounds(method, state, fleet)
     served = fleet.get(method.serves(state, "d00"), layout)
     mine = fleet.workers["d00"].personal(served)
     differs = np.flatnonzero(mine.params != served.params)
@@ -120,10 +115,10 @@ async def test_a_mean_that_is_no_float32_is_left_out(tmp_path: Path, number: flo
             answers["d00"] = Answer("d00", lie)
 
     fleet.change = one_lies
-    state = await next_round(method, state, fleet)
+    state = await rounds(method, state, fleet)
     assert state.global_mean is not None
     assert np.abs(fleet.get_tensors(state.global_mean)["mean"]).max() < 100
-    assert (await next_round(method, state, fleet)).history[-1].answered == 4
+    assert (await rounds(method, state, fleet)).history[-1].answered == 4
 
 
 def test_more_features_than_a_message_takes_are_refused_before_the_first_round() -> None:

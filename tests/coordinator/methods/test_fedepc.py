@@ -32,7 +32,7 @@ from fedge.sgd import Sgd
 from fedge.steps.profile import Profile
 from fedge.steps.train import Start, Train
 from fedge.tasks import pool
-from tests.support.simulation import Fleet, digits, predicted
+from tests.support.simulation import Fleet, digits, predicted, rounds
 
 SGD = Sgd(steps=10)
 
@@ -58,13 +58,6 @@ def method(
         options={"warm_up": 6} | options,
     )
     return kind(settings)
-
-
-async def rounds(of: FedEpc, state: FedEpcState, fleet: Fleet, n: int) -> FedEpcState:
-    for _ in range(n):
-        fleet.round = state.round + 1
-        state = await of.advance(state, fleet)
-    return state
 
 
 def four_groups(home, *, n: int = 12):
@@ -169,7 +162,7 @@ async def test_clusters_never_influence_each_other_after_the_warm_up(tmp_path, s
     assert [m for k, m in enumerate(models[0]) if k != 1] == [m for k, m in enumerate(models[1]) if k != 1]
 
 
-# ------------------------------------------------------------------------------------------------- silence, faults
+# ------------------------------------------------------------------------------------ unresponsive devices, faults
 
 
 async def test_an_unresponsive_cluster_keeps_its_model_and_the_others_go_on(tmp_path) -> None:
@@ -182,9 +175,9 @@ async def test_an_unresponsive_cluster_keeps_its_model_and_the_others_go_on(tmp_
     assert all(a.model != b.model for a, b in zip(after.clusters[1:], state.clusters[1:], strict=True))
     assert set(after.unresponsive) == fleet.unresponsive
     fleet.unresponsive = frozenset(i for cluster in state.clusters for i in cluster.members)
-    silent = await rounds(of, state, fleet, 1)
-    assert [c.model for c in silent.clusters] == [c.model for c in state.clusters]
-    assert silent.history[-1].answered == 0
+    unanswered = await rounds(of, state, fleet, 1)
+    assert [c.model for c in unanswered.clusters] == [c.model for c in state.clusters]
+    assert unanswered.history[-1].answered == 0
 
 
 async def test_a_device_that_fails_to_train_is_absent_from_the_mean_and_costs_its_bandit(tmp_path) -> None:
@@ -221,10 +214,10 @@ async def test_a_device_with_profiles_of_another_length_leaves_when_it_is_outvot
     assert sorted(i for c in state.clusters for i in c.members) == ["a", "b"]
 
 
-# --------------------------------------------------------------------------------- proxy set, noise, local epochs
+# --------------------------------------------------------------------------------- server data, noise, local epochs
 
 
-def with_proxy(home, **options):
+def with_server_data(home, **options):
     """A federation whose server has 200 labelled samples."""
     fleet, layout, first, groups = four_groups(home)
     apart = pool("digits", seed=9, limit=200)
@@ -236,8 +229,8 @@ def with_proxy(home, **options):
     return make("fedepc", settings, Server(spec, server_data)), fleet, layout, first, groups
 
 
-async def test_a_proxy_set_gives_extractor_and_unit_before_anybody_has_learned(tmp_path) -> None:
-    of, fleet, layout, first, groups = with_proxy(tmp_path, warm_up=0)
+async def test_server_data_give_extractor_and_unit_before_anybody_has_learned(tmp_path) -> None:
+    of, fleet, layout, first, groups = with_server_data(tmp_path, warm_up=0)
     state = await rounds(of, of.init(layout, first), fleet, 1)
     assert state.extractor not in (None, state.shared)
     assert state.unit is not None
@@ -248,7 +241,7 @@ async def test_a_proxy_set_gives_extractor_and_unit_before_anybody_has_learned(t
 
 
 async def test_noise_on_the_profiles_is_asked_of_every_device_and_stays_the_same(tmp_path) -> None:
-    of, fleet, layout, first, groups = with_proxy(tmp_path, warm_up=0, sigma_dp=0.05)
+    of, fleet, layout, first, groups = with_server_data(tmp_path, warm_up=0, sigma_dp=0.05)
     state = await rounds(of, of.init(layout, first), fleet, 1)
     assert set(state.described) == set(groups)
     assert state.extractor is not None
@@ -260,8 +253,8 @@ async def test_noise_on_the_profiles_is_asked_of_every_device_and_stays_the_same
         assert described.profile == again[i].result.profile
 
 
-async def test_a_proxy_set_that_tells_no_classes_apart_ends_the_federation_with_a_reason(tmp_path) -> None:
-    of, fleet, layout, first, _ = with_proxy(tmp_path, warm_up=0)
+async def test_server_data_that_tell_no_classes_apart_end_the_federation_with_a_reason(tmp_path) -> None:
+    of, fleet, layout, first, _ = with_server_data(tmp_path, warm_up=0)
     task, (x, y) = of.server
     of.server = Server(task, (np.zeros_like(x), y))
     with pytest.raises(ConfigError, match="no useful extractor"):

@@ -44,19 +44,12 @@ from fedge.sgd import Sgd
 from fedge.steps.fit_candidates import CandidatesFitted
 from fedge.steps.train import Start, Train, Trained
 from fedge.tensors import Model, flatten, from_bytes, unflatten
-from tests.support.simulation import Fleet, digits, manifests, predicted
+from tests.support.simulation import Fleet, digits, manifests, predicted, rounds
 from tests.support.simulation import roles as roles_of
 
 BOUND = 11
 """Rounds within which every reachable device is asked: F + ceil(N_k / ceil(m/4)) + 1 (FedEPC section 5.5), N_k <= 6."""
 EXACT = MethodSettings(rounds=10, sgd=Sgd(steps=5), codec=Codec.FLOAT32, down="float32")
-
-
-async def rounds(method, state, fleet: Fleet, n: int):
-    for _ in range(n):
-        fleet.round = state.round + 1
-        state = await method.advance(state, fleet)
-    return state
 
 
 def with_clusters(state: FedgeState, fleet: Fleet, *clusters: tuple[str, ...]) -> FedgeState:
@@ -408,7 +401,7 @@ async def test_a_device_that_never_answers_costs_few_deadlines(tmp_path) -> None
 
 @pytest.mark.parametrize("participation", [0.5, 1.0])
 @pytest.mark.parametrize("seed", range(3))
-async def test_a_device_that_falls_silent_is_selected_less_and_less(tmp_path, seed, participation) -> None:
+async def test_an_unresponsive_device_is_selected_less_and_less(tmp_path, seed, participation) -> None:
     settings = MethodSettings(rounds=200, participation=participation, seed=seed, sgd=Sgd(steps=3))
     fleet, layout, first, _ = digits(tmp_path, how="dirichlet", seed=seed)
     method = Fedge(settings)
@@ -492,7 +485,7 @@ async def test_a_device_that_is_born_again_is_asked_at_once_unless_it_fails_and_
     assert [r for r, _, device in fleet.asked if device == "d02"] == [1, 2, 4, 7, 11]
 
 
-async def test_where_all_are_silent_all_are_asked(tmp_path) -> None:
+async def test_where_all_are_unresponsive_all_are_asked(tmp_path) -> None:
     fleet, layout, first, _ = digits(tmp_path, n=3)
     fleet.unresponsive = frozenset(device.id for device in fleet.devices())
     method = Fedge(EXACT)

@@ -27,7 +27,7 @@ from fedge.steps.train import Train, Trained
 from fedge.steps.train_ditto import TrainDitto
 from fedge.tasks import task_spec
 from fedge.tensors import BASE, HEAD, Layout, TensorInfo
-from tests.support.simulation import Fleet, digits, predicted, roles
+from tests.support.simulation import Fleet, digits, predicted, roles, rounds
 
 NAMES = ("dbe", "ditto", "fedper", "fedrep", "fedrod", "lg-fedavg")
 every = pytest.mark.parametrize("name", NAMES)
@@ -43,11 +43,6 @@ def federation(home: Path, name: str, **changes: Any) -> tuple[Fleet, Layout, Pe
     fleet, layout, first, _ = digits(home, n=5, limit=400)
     method: Any = make(name, settings(**changes))
     return fleet, layout, method, method.init(layout, first)
-
-
-async def next_round(method: PersonalLayers[Any], state: PersonalState, fleet: Fleet) -> PersonalState:
-    fleet.round = state.round + 1
-    return await method.advance(state, fleet)  # type: ignore[no-any-return]
 
 
 @every
@@ -74,7 +69,7 @@ async def test_equal_seeds_give_equal_states_also_through_dump_and_load(tmp_path
     whole = await run(method, state, one)
     two, _, method, state = federation(tmp_path / "2", name, participation=0.6, seed=7)
     while not method.done(state):
-        state = await next_round(method, load(dump(state), type(state)), two)
+        state = await rounds(method, load(dump(state), type(state)), two)
         two.keep_only({ref.digest for ref in blobs_of(state)})
     assert dump(state) == dump(whole)
     assert [r.asked for r in whole.history] == [3, 3, 3]
@@ -86,7 +81,7 @@ async def test_what_travels_is_the_part_alone_and_what_is_private_never_does(tmp
     part = {t.name for t in layout.without(method.personal).tensors}
     while not method.done(state):
         before, first = len(fleet.orders), state.initial
-        state = await next_round(method, state, fleet)
+        state = await rounds(method, state, fleet)
         for _, _, _, action in fleet.orders[before:]:
             if isinstance(action, Train):
                 (start,) = action.starts
@@ -108,11 +103,11 @@ async def test_what_travels_is_the_part_alone_and_what_is_private_never_does(tmp
 async def test_the_shared_part_is_the_mean_of_the_parts_weighted_by_samples(tmp_path: Path, name: str) -> None:
     fleet, layout, method, state = federation(tmp_path, name)
     for _ in range(2):
-        state = await next_round(method, state, fleet)
+        state = await rounds(method, state, fleet)
     fleet.heard.clear()
     part = layout.without(method.personal)
     start = fleet.get(state.model, part).params.astype(np.float64)
-    after = await next_round(method, state, fleet)
+    after = await rounds(method, state, fleet)
     updates = accepted({a.device_id: a for a in fleet.heard})
     n = np.array([u.n_samples for u in updates.values()])
     parts = np.stack([start + fleet.get(u.update, part).params for u in updates.values()])
@@ -125,7 +120,7 @@ async def test_what_is_served_is_the_initial_model_with_the_shared_part_over_it(
     fleet, layout, method, state = federation(tmp_path, name)
     first = fleet.get_tensors(state.initial)
     assert method.serves(state, "d00") == state.initial
-    state = await next_round(method, state, fleet)
+    state = await rounds(method, state, fleet)
     served, shared = fleet.get_tensors(method.serves(state, "d00")), fleet.get_tensors(state.model)
     assert set(shared) == {t.name for t in layout.without(method.personal).tensors}
     for tensor, value in served.items():
@@ -135,13 +130,13 @@ async def test_what_is_served_is_the_initial_model_with_the_shared_part_over_it(
 @every
 async def test_an_unresponsive_round_changes_no_model(tmp_path: Path, name: str) -> None:
     fleet, _, method, state = federation(tmp_path, name)
-    state = await next_round(method, state, fleet)
+    state = await rounds(method, state, fleet)
     fleet.unresponsive = frozenset(fleet.workers)
-    after = await next_round(method, state, fleet)
+    after = await rounds(method, state, fleet)
     assert (after.model, after.whole, after.round) == (state.model, state.whole, 2)
     fleet.unresponsive = frozenset(["d00", "d01"])
     strict: Any = make(name, settings(min_reports=4))
-    after = await next_round(strict, state, fleet)
+    after = await rounds(strict, state, fleet)
     assert (after.model, after.whole, after.history[-1].answered) == (state.model, state.whole, 3)
 
 
@@ -150,12 +145,12 @@ async def test_a_device_that_comes_late_goes_away_or_never_trains_ends_with_a_bu
     fleet, layout, method, state = federation(tmp_path, name, rounds=4)
     fleet.absent, fleet.unresponsive = frozenset(["d00"]), frozenset(["d04"])
     for _ in range(2):
-        state = await next_round(method, state, fleet)
+        state = await rounds(method, state, fleet)
     fleet.absent = frozenset(["d01"])  # d00 has come, d01 has gone
     for _ in range(2):
-        state = await next_round(method, state, fleet)
+        state = await rounds(method, state, fleet)
     fleet.absent = fleet.unresponsive = frozenset()
-    state = await next_round(method, state, fleet)
+    state = await rounds(method, state, fleet)
     assert state.participations == {"d00": 2, "d01": 2, "d02": 4, "d03": 4}
     assert set(state.installed) == set(fleet.workers)
     for i, device in fleet.workers.items():
@@ -169,7 +164,7 @@ async def test_a_device_that_comes_late_goes_away_or_never_trains_ends_with_a_bu
 @every
 async def test_refusals_failures_and_updates_of_nothing_count_as_absent(tmp_path: Path, name: str) -> None:
     fleet, _, method, state = federation(tmp_path, name)
-    state = await next_round(method, state, fleet)
+    state = await rounds(method, state, fleet)
 
     def some_fail(step: str, answers: dict[str, Answer]) -> None:
         if step != "train":
@@ -180,7 +175,7 @@ async def test_refusals_failures_and_updates_of_nothing_count_as_absent(tmp_path
         answers.update({i: Answer(i, result) for i, result in changed.items()})
 
     fleet.change = some_fail
-    after = await next_round(method, state, fleet)
+    after = await rounds(method, state, fleet)
     assert (after.history[-1].asked, after.history[-1].answered) == (5, 2)
     assert after.participations["d00"] == 1
     assert after.participations["d02"] == 2

@@ -19,7 +19,7 @@ from fedge.messages import Codec, Role
 from fedge.sgd import Sgd
 from fedge.steps.train import Start, Train
 from fedge.tensors import unflatten
-from tests.support.simulation import digits, manifests, roles
+from tests.support.simulation import digits, manifests, roles, rounds
 
 
 def method_of(rounds: int = 4, participation: float = 1.0, **options: object) -> ScmoePfl:
@@ -35,17 +35,10 @@ def method_of(rounds: int = 4, participation: float = 1.0, **options: object) ->
     )
 
 
-async def rounds(method: ScmoePfl, fleet, state: ScmoeState, n: int) -> ScmoeState:
-    for _ in range(n):
-        fleet.round = state.round + 1
-        state = await method.advance(state, fleet)
-    return state
-
-
 async def test_the_experts_are_the_means_of_their_members_models(tmp_path) -> None:
     fleet, layout, first, _ = digits(tmp_path)
     method = method_of()
-    after = await rounds(method, fleet, method.init(layout, first), 1)
+    after = await rounds(method, method.init(layout, first), fleet, 1)
     order = Train(starts=(Start(model=first),), sgd=method.settings.sgd, codec=Codec.FLOAT32)
     fleet.round = 1
     updates = accepted(await fleet.run("train", {device.id: order for device in fleet.devices()}))
@@ -65,7 +58,7 @@ async def test_the_experts_are_the_means_of_their_members_models(tmp_path) -> No
 async def test_clusters_are_frozen_after_three_rounds_and_the_paper_makes_them_each_round(tmp_path) -> None:
     fleet, layout, first, _ = digits(tmp_path)
     for method, made in ((method_of(9), 3), (method_of(9, preset="paper"), 5)):
-        after = await rounds(method, fleet, method.init(layout, first), 5)
+        after = await rounds(method, method.init(layout, first), fleet, 5)
         assert after.clusters is not None
         assert after.clusters.made == made
 
@@ -76,7 +69,7 @@ async def test_one_cluster_is_fedavg(tmp_path) -> None:
 
     fleet, layout, first, _ = digits(tmp_path)
     method = method_of(n_clusters=1)
-    after = await rounds(method, fleet, method.init(layout, first), 2)
+    after = await rounds(method, method.init(layout, first), fleet, 2)
     fedavg = FedAvg(MethodSettings(rounds=4, sgd=Sgd(steps=5), codec=Codec.FLOAT32, down="float32"))
     plain = fedavg.init(layout, first)
     for _ in range(2):
@@ -90,12 +83,12 @@ async def test_who_sat_out_is_attached_and_changes_no_expert(tmp_path) -> None:
     fleet, layout, first, _ = digits(tmp_path, n=8)
     method = method_of(rounds=8)
     fleet.unresponsive = frozenset({"d07"})
-    state = await rounds(method, fleet, method.init(layout, first), 3)
+    state = await rounds(method, method.init(layout, first), fleet, 3)
     assert state.clusters is not None
     assert "d07" not in {i for members in state.clusters.members for i in members}
     assert len(starts(state, "d07")) == len(state.experts), "unknown: all experts"
     fleet.unresponsive = frozenset()
-    after = await rounds(method, fleet, state, 1)
+    after = await rounds(method, state, fleet, 1)
     assert after.clusters == state.clusters
     assert after.attached["d07"]
     assert {s.cluster for s in starts(after, "d07")} == set(after.attached["d07"])
@@ -104,7 +97,7 @@ async def test_who_sat_out_is_attached_and_changes_no_expert(tmp_path) -> None:
 async def test_a_stored_direction_goes_stale(tmp_path) -> None:
     fleet, layout, first, _ = digits(tmp_path, n=6)
     method = method_of(rounds=20)
-    state = await rounds(method, fleet, method.init(layout, first), 1)
+    state = await rounds(method, method.init(layout, first), fleet, 1)
     assert state.clusters is not None
     without = tuple(tuple(i for i in members if i != "d00") for members in state.clusters.members)
     clusters = msgspec.structs.replace(state.clusters, members=tuple(m for m in without if m))
@@ -117,10 +110,10 @@ async def test_a_stored_direction_goes_stale(tmp_path) -> None:
 async def test_a_cluster_without_members_this_round_keeps_its_expert(tmp_path) -> None:
     fleet, layout, first, _ = digits(tmp_path, n=6)
     method = method_of(rounds=9)
-    state = await rounds(method, fleet, method.init(layout, first), 3)
+    state = await rounds(method, method.init(layout, first), fleet, 3)
     assert state.clusters is not None
     fleet.unresponsive = frozenset(state.clusters.members[0])
-    after = await rounds(method, fleet, state, 1)
+    after = await rounds(method, state, fleet, 1)
     assert after.experts[0] == state.experts[0]
     assert any(a != b for a, b in zip(after.experts, state.experts, strict=True))
 
@@ -129,7 +122,7 @@ async def test_an_unresponsive_round_changes_nothing_but_the_count(tmp_path) -> 
     fleet, layout, first, _ = digits(tmp_path)
     fleet.unresponsive = frozenset(device.id for device in fleet.devices())
     method = method_of()
-    after = await rounds(method, fleet, method.init(layout, first), 1)
+    after = await rounds(method, method.init(layout, first), fleet, 1)
     assert (after.round, after.experts, after.clusters, after.directions) == (1, (), None, None)
 
 
@@ -203,10 +196,10 @@ async def test_a_rival_makes_as_many_clusters_as_it_is_told_or_as_mctc(tmp_path,
     fleet, layout, first, _ = digits(tmp_path, n=8, limit=400)
     for options in ({}, {"preset": "paper"}):
         method = method_of(3, clustering=clustering, n_clusters=5, **options)
-        told = await rounds(method, fleet, method.init(layout, first), 1)
+        told = await rounds(method, method.init(layout, first), fleet, 1)
         assert len(told.clusters.members) == 5
         own, rival = method_of(3, **options), method_of(3, clustering=clustering, **options)
-        counts = [(await rounds(of, fleet, of.init(layout, first), 1)).clusters for of in (own, rival)]
+        counts = [(await rounds(of, of.init(layout, first), fleet, 1)).clusters for of in (own, rival)]
         assert len(counts[0].members) == len(counts[1].members)
 
 
@@ -217,12 +210,12 @@ async def test_label_features_make_the_clusters_and_who_comes_late_joins_its_own
     late = next(i for i in psi if list(psi.values()).count(psi[i]) > 1)
     fleet.absent = frozenset({late})
     method = method_of(8, clustering="labels")
-    state = await rounds(method, fleet, method.init(layout, first), 4)
+    state = await rounds(method, method.init(layout, first), fleet, 4)
     present = [i for i in psi if i != late]
     by_label = {frozenset(i for i in present if psi[i] == label) for label in {psi[i] for i in present}}
     assert set(map(frozenset, state.clusters.members)) == by_label
     fleet.absent = frozenset()
-    state = await rounds(method, fleet, state, 1)
+    state = await rounds(method, state, fleet, 1)
     (k,) = state.attached[late]
     assert {psi[i] for i in state.clusters.members[k]} == {psi[late]}
     assert sorted(i for _, step, i in fleet.asked if step == "labels") == sorted(psi)

@@ -26,7 +26,7 @@ from fedge.tensors import Layout, TensorInfo, digest_of, from_bytes
 from fedge.transport import BrokerSettings
 from tests.support.agents import agents
 from tests.support.contracts import order_of
-from tests.support.federation import until
+from tests.support.waiting import until
 
 SAMPLES = pool("digits", limit=60)
 LAYOUT = Layout(tensors=(TensorInfo(name="w", shape=(3,)),))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import re
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from fedge.errors import ConfigError
 from fedge.transport import Inbound
 from tests.support.broker import transport
 from tests.support.shop import EVIL, device, make_shop
+from tests.support.waiting import until
 
 
 def told(home: Path) -> dict[str, Any]:
@@ -78,11 +77,6 @@ async def test_it_is_told_at_once_when_something_changes_and_when_the_page_ends(
 
     async def note(inbound: Inbound) -> None:
         retained[inbound.topic] = inbound.payload
-
-    async def until(holds: Callable[[], bool]) -> None:
-        async with asyncio.timeout(300):
-            while not holds():  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
 
     url = f"mqtt://{mosquitto.host}:{mosquitto.port}"
     listener = transport(mosquitto, "home-assistant")
