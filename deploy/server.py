@@ -1,6 +1,6 @@
 """The Open Inference Protocol over HTTP, with aiohttp. Any input gets a JSON answer; none brings the server down.
 
-When places run short, silent or slow clients lose theirs, and some places are reserved for health. No client can lock
+When places run short, idle or slow clients lose theirs, and some places are reserved for health. No client can lock
 others out for long, however often it connects.
 
 Worst case per process: `MAX_CONNECTIONS` bodies of `max_body_bytes` being received, the queue of each model
@@ -41,7 +41,7 @@ HEAD_TIMEOUT_S: Final = 5.0
 HEALTH_TIMEOUT_S: Final = 1.0
 """Time limit for a request on a place for health checks."""
 SILENT_S: Final = 0.5
-"""When all places are taken, a client that has been silent for this long makes way for a new one."""
+"""When all places are taken, a client that has been idle for this long makes way for a new one."""
 SLOW_S: Final = 5.0
 """When all places are taken, a client that has been sending a body for this long makes way, too."""
 BODY_TIMEOUT_S: Final = 30.0
@@ -152,7 +152,7 @@ class Server:
         self._health_alone.pop(connection, None)
 
     def _make_room(self) -> None:
-        """Close the connection that has been silent longest, else the one with the slowest body, if it is overdue."""
+        """Close the connection that has been idle longest, else the one with the slowest body, if it is overdue."""
         now = asyncio.get_running_loop().time()
         for phase, patience_s in ((_Phase.WAITING, SILENT_S), (_Phase.BODY, SLOW_S)):
             those = [one for one in self._connections.values() if one.phase is phase and now - one.since >= patience_s]

@@ -51,7 +51,7 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     canaries: tuple[Id, ...] = ()
     stages: Annotated[tuple[Share, ...], Meta(min_length=1)] = (0.1, 0.5, 1.0)
     soak_s: NonNegative = 60.0  # how long all must be well before the next stage
-    absent_s: NonNegative = 600.0  # silent devices are not waited for after this time
+    absent_s: NonNegative = 600.0  # devices of which nothing is heard are not waited for after this time
     max_failures: Share = 0.05  # of a stage's devices, after the first stage
     accuracy_drop: NonNegative = 0.01  # mean over the devices that run it; more if few samples make it uncertain
     latency_ratio: NonNegative = 1.5  # of the mean latencies
@@ -120,7 +120,7 @@ def aborted(progress: Progress, reasons: Sequence[str], now: float) -> Progress:
 def share_of(plan: Plan, progress: Progress, fleet: Mapping[str, Seen], now: float) -> float:
     """The stage's share, enlarged if need be until one present device takes part, since an empty stage proves nothing.
 
-    A device that fell silent while running the release counts as present: no other is put at risk in its place.
+    A device that disappeared while running the release counts as present: no other is put at risk in its place.
     """
     share = max(plan.stages[progress.stage], progress.share)
     there = [
@@ -225,7 +225,7 @@ def _is_on_its_way(plan: Plan, health: Health) -> bool:
 
 
 def _absent(plan: Plan, progress: Progress, seen: Seen, now: float) -> bool:
-    """Whether to stop waiting for a device: it has been silent, or unable to fetch the release, for too long."""
+    """Whether to stop waiting for a device: for too long it was not heard of, or could not fetch the release."""
     if runs(plan, seen.health) and seen.health.phase is Phase.SERVING:
         return False
     heard = progress.began if seen.health.phase is Phase.FAILED else max(progress.began, seen.at)

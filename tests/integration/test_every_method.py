@@ -32,7 +32,7 @@ OPTIONS: dict[str, dict[str, float | int | str]] = {
     "fedge with experts": {"split": "always", "local_pilot": True},
     "fedge that waits for nobody": {"buffer": 4},
     "fedepc": {"warm_up": 2},
-    "fedepc with a proxy set": {"warm_up": 1, "extractor": "server", "sigma_dp": 0.01},
+    "fedepc with server data": {"warm_up": 1, "extractor": "server", "sigma_dp": 0.01},
     "scmoe-pfl as printed": {"preset": "paper"},
     **{f"pm-moe over {base}": {"base": base} for base in ("fedrep", "lg-fedavg", "fedrod", "dbe")},
 }
@@ -42,7 +42,7 @@ FEWEST_RIGHT = 0.3
 """Mean share of right answers on the devices' test samples; chance is 0.1."""
 
 
-@pytest.mark.parametrize("case", [*installed_methods(), "fedavg+ft", "fedepc with a proxy set", *POOLS, *VARIANTS])
+@pytest.mark.parametrize("case", [*installed_methods(), "fedavg+ft", "fedepc with server data", *POOLS, *VARIANTS])
 async def test_it_ends_in_bundles_that_predict_like_torch(case: str, mosquitto: LocalBroker, tmp_path: Path) -> None:
     method = case.split(maxsplit=1)[0]
     samples = pool("digits", seed=SEED, limit=700)
@@ -60,7 +60,7 @@ async def test_it_ends_in_bundles_that_predict_like_torch(case: str, mosquitto: 
         local_epochs=EPOCHS.get(method),
         devices=len(DEVICES),
         seed=SEED,
-        server_data=tmp_path / "server_data.npz" if case in {"fedcoe", "fedepc with a proxy set"} else None,
+        server_data=tmp_path / "server_data.npz" if case in {"fedcoe", "fedepc with server data"} else None,
     )
     data = {device: device_data(samples.spec, tmp_path / f"{device}.npz", seed=SEED) for device in DEVICES}
     async with agents(mosquitto, samples.spec, data, tmp_path, rules=ALL):

@@ -146,13 +146,13 @@ class Life(RuleBasedStateMachine):
     def open(self) -> None:
         self.now = 0.0
         self.book = book_of(order("a"), order("b", left_s=30.0))
-        self.silent: set[str] = set()  # what must not be sent
+        self.not_to_be_sent: set[str] = set()  # what must not be sent
         self.expired: set[str] = set()
         self.closed: set[str] = set()
 
     def sent(self, orders: list[Order]) -> None:
         for o in orders:
-            assert o.device_id not in self.silent
+            assert o.device_id not in self.not_to_be_sent
             assert self.now + o.left_s == pytest.approx(DEADLINE if o.device_id == "a" else 30.0)
             assert o.left_s > 0
 
@@ -160,13 +160,13 @@ class Life(RuleBasedStateMachine):
     def reported(self, device: str) -> None:
         if device not in self.closed:
             self.book.hold(f"r.1.s.{device}")
-            self.silent.add(device)
+            self.not_to_be_sent.add(device)
 
     @rule(device=st.sampled_from("ab"))
     def is_closed(self, device: str) -> None:
         assert self.book.close(f"r.1.s.{device}") == (device not in self.closed)
         self.closed.add(device)
-        self.silent.add(device)
+        self.not_to_be_sent.add(device)
 
     @rule(device=st.sampled_from("abc"))
     def appeared(self, device: str) -> None:
@@ -180,7 +180,7 @@ class Life(RuleBasedStateMachine):
         for o in due.expired:
             assert o.device_id not in self.closed | self.expired
             self.expired.add(o.device_id)
-            self.silent.add(o.device_id)
+            self.not_to_be_sent.add(o.device_id)
 
     @invariant()
     def holds_together(self) -> None:

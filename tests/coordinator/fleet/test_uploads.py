@@ -30,16 +30,16 @@ async def test_an_unresponsive_device_gives_its_place_to_the_next_until_it_is_no
         fetching = Uploads(link, blobs, blobs, Topics("f"), LAYOUT, lambda _, payload: payload)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, allowed)
-    async with link, RawDevice(one_broker, "speaks", tmp_path) as speaks, RawDevice(one_broker, "silent", tmp_path):
+    async with link, RawDevice(one_broker, "speaks", tmp_path) as speaks, RawDevice(one_broker, "away", tmp_path):
         wanted = True
         never = BlobRef(digest="0" * 64, size_bytes=10)
-        silent = asyncio.create_task(fetching.fetch(never, "silent", None, wanted=lambda: wanted))
+        away = asyncio.create_task(fetching.fetch(never, "away", None, wanted=lambda: wanted))
         await asyncio.sleep(0)  # it has the place
         update = speaks.trained(0.5).update
         assert await fetching.fetch(update, "speaks", LAYOUT)
         assert set(fetching.norms) == {update}
         wanted = False
-        assert not await silent
+        assert not await away
 
 
 async def test_a_device_that_names_bytes_of_another_has_to_say_how_many_there_are(

@@ -54,16 +54,16 @@ def test_only_the_bandit_learns_of_losses_and_only_the_fastest_of_times() -> Non
         assert state.bandit.rewards == ((0.5, 0.5, 0.5) if how == "ccmab" else ())
 
 
-def test_silence_is_a_failure_and_a_refusal_is_none() -> None:
-    (silent, refusing, trained), choices = drawn("ccmab", STATE, DEVICES, SETTINGS, MODEL)
+def test_no_answer_is_a_failure_and_a_refusal_is_none() -> None:
+    (unresponsive, refusing, trained), choices = drawn("ccmab", STATE, DEVICES, SETTINGS, MODEL)
     answers = {
-        silent: Answer(silent, None),
+        unresponsive: Answer(unresponsive, None),
         refusing: Answer(refusing, Declined(reason="on battery")),
         trained: Answer(trained, TRAINED, seconds=3.0),
     }
     assert learned("ccmab", STATE, choices, answers).bandit.rewards == (-1.0, 0.5)
     answers["x"] = Answer("x", Failed(reason="disk full"))
-    assert learned("fastest", STATE, {}, answers).seconds == {silent: math.inf, trained: 3.0, "x": math.inf}
+    assert learned("fastest", STATE, {}, answers).seconds == {unresponsive: math.inf, trained: 3.0, "x": math.inf}
 
 
 def test_where_everybody_is_to_train_there_is_no_deadline() -> None:

@@ -1,4 +1,4 @@
-"""FedAvg against a slow oracle, and what it does when devices are silent."""
+"""FedAvg against a slow oracle, and what it does when devices are unresponsive."""
 
 import math
 from dataclasses import replace
@@ -105,7 +105,7 @@ async def test_the_fastest_are_asked_again_and_again(tmp_path) -> None:
     assert state.seconds == {"d03": 0.5, "d04": 3.0, "d05": 2.0}
 
 
-async def test_a_fast_device_that_falls_silent_is_replaced(tmp_path) -> None:
+async def test_a_fast_device_that_stops_answering_is_replaced(tmp_path) -> None:
     fleet, layout, first, _ = digits(tmp_path)
     fleet.unresponsive = frozenset(["d05"])
     method = make("fedavg", MethodSettings(rounds=2, participation=0.5, options={"selection": "fastest"}))

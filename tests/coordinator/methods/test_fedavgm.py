@@ -1,4 +1,4 @@
-"""Server momentum: the velocity over the rounds, gamma = 0, silence, the way to bytes."""
+"""Server momentum: the velocity over the rounds, gamma = 0, unresponsive devices, the way to bytes."""
 
 import numpy as np
 import pytest

@@ -60,7 +60,7 @@ def test_an_odd_device_that_came_first_settles_nothing() -> None:
     assert list(of_one_length(known, {"a": profiled(2), "b": profiled(2)})) == ["a", "b"]
 
 
-def test_a_bandit_learns_the_loss_drop_minus_one_of_silence_and_nothing_of_a_refusal() -> None:
+def test_a_bandit_learns_the_loss_drop_minus_one_of_no_answer_and_nothing_of_a_refusal() -> None:
     arms = [ccmab.Arm(id=i, n_samples=5, work=5) for i in "abcd"]
     selection, bandit = ccmab.select(ccmab.State(), arms, SETTINGS, size=4)
     answers = {
@@ -75,7 +75,7 @@ def test_a_bandit_learns_the_loss_drop_minus_one_of_silence_and_nothing_of_a_ref
 
 
 async def test_directions_of_a_common_model_find_planted_groups(tmp_path) -> None:
-    """One update of each device from the same model; a device that learned nothing, or was silent, has none."""
+    """One update of each device from the same model; a device that learned nothing, or did not answer, has none."""
     fleet, layout, first, group_of = digits(tmp_path, n=12, alpha=10.0, n_groups=4, groups="labels")
     fleet.unresponsive = frozenset({"d03"})
     order = describing("mctc", first, sgd=Sgd(steps=10), codec=Codec.FLOAT32)

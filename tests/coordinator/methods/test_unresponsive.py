@@ -1,4 +1,4 @@
-"""Who is asked after silence."""
+"""Who is asked again after an order without an answer."""
 
 from itertools import pairwise
 

@@ -157,19 +157,19 @@ def test_a_device_that_is_on_its_way_is_waited_for(phase):
     assert decide(PLAN, in_stage(1), devices, 99.0).good_since is None
 
 
-def test_a_silent_one_only_so_long_as_agreed():
+def test_an_absent_device_is_waited_for_only_as_long_as_agreed():
     devices = fleet(N_SECOND, at=90.0) | {DEVICES[0]: seen(DEVICES[0], new=False, at=0.0)}
     assert decide(PLAN, in_stage(1), devices, 99.0).good_since is None
     assert decide(PLAN, in_stage(1), devices, 101.0).good_since == 101.0
 
 
-def test_one_that_fell_silent_on_trial_is_no_reason_to_wait_for_ever_nor_to_put_others_at_risk():
-    silent = seen(DEVICES[0], Phase.TRIAL, at=0.0)
-    devices = fleet(N_SECOND, at=90.0) | {DEVICES[0]: silent}
+def test_one_that_disappears_on_trial_is_no_reason_to_wait_for_ever_nor_to_put_others_at_risk():
+    gone = seen(DEVICES[0], Phase.TRIAL, at=0.0)
+    devices = fleet(N_SECOND, at=90.0) | {DEVICES[0]: gone}
     assert decide(PLAN, in_stage(1), devices, 99.0).good_since is None
     assert decide(PLAN, in_stage(1), devices, 101.0).good_since == 101.0
 
-    alone = fleet(0, at=200.0) | {DEVICES[0]: silent}
+    alone = fleet(0, at=200.0) | {DEVICES[0]: gone}
     progress = decide(replace(PLAN, stages=(0.0, 1.0)), BEGIN, alone, 201.0)
     assert members(PLAN, progress, alone) == [DEVICES[0]]
     assert progress.good_since is None  # nobody else has proved anything

@@ -456,7 +456,7 @@ def test_observe_records_raw_contexts_rewards_and_a_window():
     assert state.contexts[1][0] == 2.0  # raw GHz of d01
 
 
-def test_a_fast_device_that_falls_silent_is_only_asked_as_overdue_until_it_answers():
+def test_a_fast_device_that_stops_answering_is_only_asked_as_overdue_until_it_answers():
     rules = Settings(quota=0.5)
     state = State()
     for _ in range(4):  # d05 computes fastest and is always feasible

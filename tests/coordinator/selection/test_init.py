@@ -147,7 +147,7 @@ def test_a_clock_is_turned_into_time_by_the_cycles_of_the_others() -> None:
     assert fastest(IDS, 3, {"a": 6.0, "b": 3.0}, clocks) == ["a", "b", "d"]
 
 
-def test_unknown_devices_come_late_and_silent_ones_last() -> None:
+def test_unknown_devices_come_late_and_unresponsive_ones_last() -> None:
     assert fastest(IDS, 3, {"a": math.inf, "b": 2.0}, {"c": 1.0}) == ["b", "c", "d"]
     assert fastest(IDS, 4, {"a": math.inf, "b": 2.0}, {"c": 1.0}) == IDS
 
