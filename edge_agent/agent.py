@@ -604,7 +604,8 @@ class Agent:
         return self._rules.stripped(status)
 
     def _measure(self) -> Context:
-        return context.measure(self._identity.device_id, self._identity.n_shared, self._home)
+        own = self._identity
+        return context.measure(own.device_id, own.n_shared, self._home, self._receiver.mbit_s)
 
     def _send(self, message: Status | Context | Report) -> None:
         """Queue a message; it replaces one with the same key, so the queue is bounded."""

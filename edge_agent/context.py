@@ -1,4 +1,4 @@
-"""A device's present state by psutil: the context used by selection and shown at the console."""
+"""A device's present state, mostly by psutil: the context used by selection and shown at the console."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from fedge.messages import Context
 from fedge.sensors import temperature_c
 
 
-def measure(device_id: str, n_samples: int, home: Path) -> Context:
+def measure(device_id: str, n_samples: int, home: Path, link_mbit_s: float | None) -> Context:
     """Read all sensors; None if the device has no such sensor.
 
-    n_samples: those whose model may be uploaded. home: a folder on the disk that the agent fills.
+    n_samples: those whose model may be uploaded. home: a folder on the disk that the agent fills. link_mbit_s: measured
+    by the receiver of models.
     """
     return Context(
         device_id=device_id,
@@ -25,6 +26,7 @@ def measure(device_id: str, n_samples: int, home: Path) -> Context:
         free_disk_gb=psutil.disk_usage(str(home)).free / 1e9,
         battery=_battery(),
         temperature_c=temperature_c(),
+        link_mbit_s=link_mbit_s,
         n_samples=n_samples,
     )
 

@@ -128,7 +128,7 @@ class Status(_Message2, frozen=True, kw_only=True, tag="status"):
 
 
 class Context(_Message2, frozen=True, kw_only=True, tag="context"):
-    """What psutil measures on a device now; None if the device has no such sensor."""
+    """What is measured on a device now; None if it has no such sensor, or the rate of its link is not known yet."""
 
     device_id: Id
     at: float | None = None  # seconds since the epoch, device clock
@@ -138,7 +138,7 @@ class Context(_Message2, frozen=True, kw_only=True, tag="context"):
     free_disk_gb: NonNegative | None = None
     battery: Share | None = None  # 1 = full; None = mains
     temperature_c: float | None = None
-    link_mbit_s: NonNegative | None = None  # mean of both ways; agents do not measure it
+    link_mbit_s: NonNegative | None = None  # at which models arrive; simulated: mean of both ways
     n_samples: Count = 0  # samples whose model may be uploaded, |D_L|
 
 

@@ -31,11 +31,12 @@ import logging
 import math
 import os
 import secrets
+import statistics
 import sys
 import threading
 import time
 from bisect import bisect_left, bisect_right
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -93,6 +94,10 @@ SENT_BLOBS: Final = 64
 """Blobs whose published ranges a sender remembers for that purpose."""
 LISTENERS: Final = 1024
 """Subscriptions to one blob that a sender remembers. A forgotten one is sent again what is already on its way."""
+MEASURED_BYTES: Final = 64 * 1024
+"""Shorter transfers tell more of delays than of the link's rate."""
+MEASURED: Final = 5
+"""Transfers of whose rates the median counts: one that a broken connection or a busy sender held up changes little."""
 PART_KEPT_S: Final = 24 * 3600.0
 """Partial blobs untouched for a day are deleted when a receiver starts."""
 READ_BYTES: Final = 1024 * 1024
@@ -482,10 +487,16 @@ class Receiver:
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._fetches: set[_Fetch] = set()
         self._pace = _Pace()
+        self._rates: deque[float] = deque(maxlen=MEASURED)
         transport.on_connect(self._reconnected)
         _remove_old_parts(folder)
         if not durable:
             _remove_damaged(folder)
+
+    @property
+    def mbit_s(self) -> float | None:
+        """The rate at which blobs arrive, waiting included: the median of the last large ones; None before any."""
+        return statistics.median(self._rates) if self._rates else None
 
     async def fetch(
         self, ref: BlobRef, *, chunks: str, wants: str, device_id: str, patience_s: float = math.inf
@@ -544,6 +555,7 @@ class Receiver:
     async def _transfer(self, fetch: _Fetch, chunks: str, wants: str, device_id: str, patience_s: float) -> None:
         if fetch.receiving.complete:
             return
+        n_bytes, began = sum(end - start for start, end in fetch.receiving.missing), time.monotonic()
         ask = functools.partial(self._ask, fetch, wants, device_id)
         await asyncio.gather(self._transport.subscribe(chunks, fetch.on_chunk), ask())
         while not fetch.receiving.complete:
@@ -551,6 +563,8 @@ class Receiver:
             if fetch.quiet_s >= patience_s:
                 raise ProtocolError("stalled", f"nothing of {fetch.ref.digest} came for {fetch.quiet_s:.0f} s")
             await ask()
+        if n_bytes >= MEASURED_BYTES:
+            self._rates.append(8e-6 * n_bytes / (time.monotonic() - began))
 
     async def _ask(self, fetch: _Fetch, wants: str, device_id: str) -> None:
         budget = TOTAL_ASK_BYTES

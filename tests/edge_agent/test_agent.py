@@ -20,6 +20,9 @@ import msgspec
 import numpy as np
 import pytest
 
+from coordinator.fleet import Device
+from coordinator.methods.grouping import arm
+from coordinator.selection.ccmab import transfer_time
 from edge_agent.agent import SPARE_DISK_BYTES, Agent, Identity, Limits, Works
 from edge_agent.device import CACHED_MODELS, Fetch
 from edge_agent.worker import Finished
@@ -42,12 +45,14 @@ from fedge.messages import (
     Why,
     encode,
 )
+from fedge.sgd import Sgd
 from fedge.step import Action, Reveals, installed_steps, read_result
 from fedge.steps.profile import Profile
 from fedge.steps.train import Trained
 from fedge.steps.trial import Trial, Tried
 from fedge.stopping import Stop
 from fedge.transport import BrokerSettings
+from tests.chaos.network import Network
 from tests.support.peer import TASK, WAIT_S, EchoWorker, Peer, later, order_of, train
 
 ME = "pi"
@@ -78,7 +83,7 @@ class Events:
 
 
 def make_agent(
-    broker: LocalBroker, home: Path, worker: Works | Callable[[], Works], events: Events, **options: Any
+    broker: LocalBroker | Network, home: Path, worker: Works | Callable[[], Works], events: Events, **options: Any
 ) -> Agent:
     return Agent(
         Identity(ME, "test", TASK, n_shared=3),
@@ -204,6 +209,30 @@ async def test_one_model_for_two_orders_is_fetched_once(one_broker: LocalBroker,
             await peer.send(order)
             await peer.report_of(order)
         assert peer.wants == {model.digest: 1}
+
+
+async def test_a_device_behind_a_slow_link_tells_a_lower_rate(one_broker: LocalBroker, tmp_path: Path) -> None:
+    """With it the bandit expects transfers to take time. Small models tell nothing of the link."""
+    rates: list[float] = []
+    async with Network(one_broker.host, one_broker.port) as link:
+        for bytes_per_s in (0.0, 1e5):
+            link.bytes_per_s = bytes_per_s
+            agent = make_agent(link, tmp_path / f"{bytes_per_s}", EchoWorker(), Events(), context_interval_s=0.05)
+            async with Peer(one_broker, tmp_path) as peer, running(agent):
+                await peer.presence(Presence.ONLINE)
+                small, large = peer.model(1000), peer.model(200_000 + len(rates))
+                for k, model in enumerate((small, large)):
+                    order = order_of(train(model), f"r.1.{k}.pi")
+                    await peer.send(order)
+                    await peer.report_of(order)
+                    if model is small:
+                        assert [context.link_mbit_s for context in peer.contexts] == [None] * len(peer.contexts)
+                await peer.until(lambda: peer.contexts[-1].link_mbit_s is not None)
+                found = arm(Device(ME, 3, peer.contexts[-1]), Sgd(), large)
+                rates.append(found.link_mbit_s or 0.0)
+                assert 0 < transfer_time(found) == pytest.approx(2 * 8e-6 * large.size_bytes / rates[-1])
+    fast, slow = rates
+    assert slow < 8e-6 * 1e5 < fast
 
 
 # ------------------------------------------------------------------------------------------------ differences

@@ -229,7 +229,7 @@ async def test_over_a_real_broker_from_birth_to_a_rollout_everything_sent_is_the
     method: str, samples: Pool, mosquitto_program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which samples validate is drawn from the device's files, too. In the second fleet d0 has nothing marked."""
-    monkeypatch.setattr(context, "measure", lambda i, n, _: Context(device_id=i, n_samples=n))
+    monkeypatch.setattr(context, "measure", lambda i, n, *_: Context(device_id=i, n_samples=n))
     newer = trained_bundle(tmp_path / "newer", samples.spec, samples.x[:300], samples.y[:300], release=7)
     Repository.create(tmp_path / "repo")
     _, plan = plan_of(tmp_path / "repo", newer)
