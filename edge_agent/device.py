@@ -30,7 +30,7 @@ from fedge.messages import BlobRef, Codec, Order, Why
 from fedge.step import Failed, Steps, device_half
 from fedge.steps.install import Installed
 from fedge.stopping import Stop, never
-from fedge.tensors import Model, digest_of, flatten, from_bytes, to_bytes
+from fedge.tensors import Model, digest_of, flatten, from_bytes, to_bytes, unflatten
 
 if TYPE_CHECKING:
     from edge_agent.room import Stored
@@ -50,7 +50,8 @@ KEPT_BUNDLES: Final = 3
 PERSONAL: Final = "personal"
 """Name of the files in which a training step keeps what stays on the device."""
 T = TypeVar("T")
-Fetch = Callable[[BlobRef], bytes]
+Fetch = Callable[[BlobRef], "bytes | Unpacked"]
+"""ref -> its blob; unencoded only without a real device."""
 Source = Callable[[int], bytes]
 """n -> n random bytes."""
 _NOISE: Final = 78
@@ -82,7 +83,7 @@ class FailedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Unpacked:
-    """An update before encoding: read-only, what decoding its bytes would give (`edge_agent.encoding`)."""
+    """A model or an update before encoding: read-only, what decoding its bytes would give (`edge_agent.encoding`)."""
 
     kept: Model | Stored
     layout: Layout
@@ -90,8 +91,17 @@ class Unpacked:
 
     @property
     def model(self) -> Model:
-        """The update, read from the disk if it is there (`edge_agent.room`)."""
+        """The numbers, read from the disk if they are there (`edge_agent.room`)."""
         return self.kept if isinstance(self.kept, Model) else self.kept.read()
+
+
+def as_bytes(blob: bytes | Unpacked, codec_: Codec) -> bytes:
+    """The bytes of a blob, which are encoded now if they are not yet."""
+    if isinstance(blob, bytes):
+        return blob
+    from fedge.codec import encode
+
+    return encode(unflatten(blob.model, blob.layout), codec_)
 
 
 class Kept(Struct, frozen=True, kw_only=True):
@@ -194,7 +204,6 @@ class Device:
         budget: the owner's privacy budget for all orders together.
         order: what it is asked.
         source: random bytes for this order's noise; only a simulation can repeat them.
-        fetch: the bytes of a blob that the action names.
         stop: whether to stop, asked between batches.
         blobs: what the result refers to, by digest.
         unpacked: the same, of updates that are not encoded yet.
@@ -211,7 +220,7 @@ class Device:
     budget: Budget
     order: Order
     source: Source
-    fetch: Fetch
+    _fetch: Fetch
     _network: Callable[[], Network]
     stop: Stop = never
     blobs: dict[str, bytes] = field(default_factory=dict)
@@ -256,9 +265,16 @@ class Device:
 
     # ------------------------------------------------------------------------------------------------------- models
 
+    def fetch(self, ref: BlobRef) -> bytes:
+        """The bytes of a blob that an order names."""
+        return as_bytes(self._fetch(ref), ref.codec)
+
     def model(self, ref: BlobRef, layout: Layout | None = None) -> Model:
-        """A model of the task's network that an order names, or the part that `layout` describes."""
-        return _decode.get()(self.fetch(ref), ref.codec, layout or self.layout)
+        """A model of the task's network that an order names, or the part that `layout` describes; not to be changed."""
+        blob, layout = self._fetch(ref), layout or self.layout
+        if isinstance(blob, Unpacked) and blob.layout == layout:
+            return blob.model
+        return _decode.get()(as_bytes(blob, ref.codec), ref.codec, layout)
 
     def send(self, data: bytes, codec_: Codec = Codec.FLOAT32) -> BlobRef:
         """Attach bytes to the result, which refers to them by the returned reference; `codec_`: of tensors."""

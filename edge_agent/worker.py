@@ -139,7 +139,7 @@ class Worker:
             budget=self.budget,
             order=order,
             source=self.source(order),
-            fetch=fetch,
+            _fetch=fetch,
             _network=lambda: self.network,
             stop=stop,
         )

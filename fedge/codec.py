@@ -196,8 +196,8 @@ def _sum(numbers: NDArray[Any], steps: NDArray[Any], scale: NDArray[Any]) -> NDA
 
 
 def descended(
-    name: str, tensor: NDArray[Any], base: NDArray[Any], carried: Tensors
-) -> tuple[Tensors, NDArray[Any], Tensors]:
+    name: str, tensor: NDArray[Any], base: NDArray[Any], carried: Tensors, after: NDArray[Any]
+) -> tuple[Tensors, Callable[[], Tensors]]:
     """A tensor as another one plus a difference in INT8. Uses all processors.
 
     Args:
@@ -205,35 +205,37 @@ def descended(
         tensor: what it should be.
         base: the other one.
         carried: what an earlier difference left out of it, to be added now; may be empty.
+        after: is given the sum, as `apply_differences` makes it.
 
     Returns:
-        The difference, as `rounded` makes it; the sum, as `apply_differences` makes it; and what that leaves out, in
-        INT8.
+        The difference, as `rounded` makes it; and a function that rounds what it leaves out in the same way, so that
+        the sum can be stored meanwhile.
 
     Raises:
         NotFiniteError: a number is too large to be subtracted or rounded, or not finite.
     """
-    numbers, others, held = tensor.reshape(-1), base.reshape(-1), carried.get(name)
-    total, steps, left = np.empty_like(numbers), *(np.empty(numbers.size, np.int8) for _ in range(2))
+    numbers, others, total, held = tensor.reshape(-1), base.reshape(-1), after.reshape(-1), carried.get(name)
+    steps, aim = np.empty(numbers.size, np.int8), np.empty_like(numbers)
 
-    def wanted(part: slice) -> Floats:
-        return numbers[part] if held is None else _sum(numbers[part], held.reshape(-1)[part], carried[name + _SCALE])
+    def subtract(part: slice) -> np.float32:
+        own = numbers[part]
+        aim[part] = own if held is None else _sum(own, held.reshape(-1)[part], carried[name + _SCALE])
+        return _largest_of(aim[part] - others[part])
 
     def add(part: slice) -> np.float32:
-        aim = wanted(part)
-        _round(aim - others[part], scale, steps[part])
+        _round(aim[part] - others[part], scale, steps[part])
         total[part] = _sum(others[part], steps[part], scale)
-        return _largest_of(aim - total[part])
+        aim[part] -= total[part]  # from here on, what is left out
+        return _largest_of(aim[part])
 
-    scale = _scale_of(_each(numbers.size, lambda part: _largest_of(wanted(part) - others[part]), threaded=True))
-    rest = _scale_of(_each(numbers.size, add, threaded=True))
-    _each(numbers.size, lambda part: _round(wanted(part) - total[part], rest, left[part]), threaded=True)
-    shape = tensor.shape
-    return (
-        {name: steps.reshape(shape), name + _SCALE: scale},
-        total.reshape(shape),
-        {name: left.reshape(shape), name + _SCALE: rest},
-    )
+    def left() -> Tensors:
+        kept = np.empty(numbers.size, np.int8)
+        blockwise(numbers.size, lambda part: _round(aim[part], rest, kept[part]))
+        return {name: kept.reshape(tensor.shape), name + _SCALE: rest}
+
+    scale = _scale_of(blockwise(numbers.size, subtract, threaded=True))
+    rest = _scale_of(blockwise(numbers.size, add, threaded=True))
+    return {name: steps.reshape(tensor.shape), name + _SCALE: scale}, left
 
 
 def check(data: bytes, codec: Codec, layout: Layout) -> Norms:
@@ -343,9 +345,9 @@ def _places_of_largest(numbers: Floats, k: int) -> NDArray[np.int64]:
 
 def _to_int8(numbers: Floats) -> tuple[NDArray[np.int8], Floats]:
     """A vector in steps of a scale, and the scale, shape ()."""
-    scale = _scale_of(_each(numbers.size, lambda part: _largest_of(numbers[part])))
+    scale = _scale_of(blockwise(numbers.size, lambda part: _largest_of(numbers[part])))
     steps = np.empty(numbers.size, np.int8)
-    _each(numbers.size, lambda part: _round(numbers[part], scale, steps[part]))
+    blockwise(numbers.size, lambda part: _round(numbers[part], scale, steps[part]))
     return steps, scale
 
 
@@ -373,7 +375,7 @@ def _round(block: Floats, scale: Floats, steps: NDArray[np.int8]) -> None:
     steps[:] = quotient
 
 
-def _each(size: int, work: Callable[[slice], Found], *, threaded: bool = False) -> list[Found]:
+def blockwise(size: int, work: Callable[[slice], Found], *, threaded: bool = False) -> list[Found]:
     """Apply `work` to each block of a vector, in order; if `threaded`, each processor has a share of the blocks."""
 
     @np.errstate(over="ignore", invalid="ignore")  # a scale that is not finite is refused

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedge.codec import threads
+from fedge.codec import blockwise, threads
 from fedge.tensors import Layout, Model
 
 BLOCK = 262_144
@@ -82,9 +82,13 @@ class WeightedSums:
 
     def means(self) -> tuple[NDArray[np.float64] | None, ...]:
         """The mean of each cluster, (d,); None where nothing was added. Divides in place: call it once, at the end."""
+
+        def divide(block: slice) -> None:
+            np.divide(row[block], total, out=row[block])
+
         for total, row in zip(self._totals, self._sums, strict=True):
             if total > 0:
-                np.divide(row, total, out=row)
+                blockwise(len(row), divide, threaded=True)
         return tuple(row if total > 0 else None for total, row in zip(self._totals, self._sums, strict=True))
 
 

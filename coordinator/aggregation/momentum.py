@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.aggregation.mean import BLOCK
+from fedge.codec import blockwise
 from fedge.tensors import Floats
 
 
@@ -43,15 +43,16 @@ def server_step(w: Floats, v: Floats | None, change: NDArray[np.floating], *, ga
     if not 0 <= gamma < 1:
         raise ValueError(f"gamma {gamma} is not in [0, 1)")
     new, kept = np.empty_like(w), np.empty_like(w) if gamma else None
-    for start in range(0, len(w), BLOCK):
-        block = slice(start, start + BLOCK)
-        with np.errstate(over="ignore", invalid="ignore"):
-            moved = change[block] if v is None or not gamma else gamma * v[block].astype(np.float64) + change[block]
-            after = w[block].astype(np.float64)  # an addition that casts is slower than both
-            after += moved
-            new[block] = after
-            if kept is not None:
-                kept[block] = moved
-        if not (np.isfinite(new[block]).all() and (kept is None or np.isfinite(kept[block]).all())):
-            return Step(w, np.zeros_like(w), diverged=True)
+
+    def move(block: slice) -> bool:
+        moved = change[block] if v is None or not gamma else gamma * v[block].astype(np.float64) + change[block]
+        after = w[block].astype(np.float64)  # an addition that casts is slower than both
+        after += moved
+        new[block] = after
+        if kept is not None:
+            kept[block] = moved
+        return bool(np.isfinite(new[block]).all() and (kept is None or np.isfinite(kept[block]).all()))
+
+    if not all(blockwise(len(w), move, threaded=True)):
+        return Step(w, np.zeros_like(w), diverged=True)
     return Step(new, kept)

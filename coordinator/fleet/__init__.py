@@ -21,7 +21,7 @@ from fedge.errors import ConfigError, ProtocolError
 from fedge.messages import BlobRef, Codec, Context, Difference, Order, Report, Why, blobs_of
 from fedge.step import Action, Declined, Refusal, Result, Unsupported, body_of, read_result, require
 from fedge.task import TaskSpec
-from fedge.tensors import Layout, Model, Tensors, from_bytes
+from fedge.tensors import Layout, Model, Tensors, views_of
 from fedge.weights import needed_on_devices
 
 if TYPE_CHECKING:
@@ -253,6 +253,10 @@ class Fleet:
         """Store a model that actions can refer to. Equal tensors give an equal reference."""
         return self._fleet.put(tensors, codec_)
 
+    def put_model(self, model: Model, layout: Layout) -> BlobRef:
+        """`put` the tensors of a model, exactly; nobody may change it any more."""
+        return self._fleet.put_model(model, layout)
+
     def put_bytes(self, data: bytes) -> BlobRef:
         """Store a file that actions can refer to; the codec in the reference is meaningless."""
         return self._fleet.put_bytes(data)
@@ -270,8 +274,8 @@ class Fleet:
         return self._fleet.get_bytes(ref)
 
     def get_tensors(self, ref: BlobRef) -> Tensors:
-        """Tensors in FLOAT32 that this side `put` or a device sent, with any names and shapes."""
-        return from_bytes(self.get_bytes(ref))
+        """Tensors in FLOAT32 that this side `put` or a device sent, with any names and shapes; not to be changed."""
+        return views_of(self.get_bytes(ref))
 
     def accuse(self, device_id: str, error: ProtocolError) -> None:
         """Log what a device has sent amiss, and record it as evidence (`coordinator.fleet.quarantine`)."""

@@ -54,7 +54,7 @@ from fedge.steps.mask_shares import MaskShares, SharesMade
 from fedge.steps.train import Train, Trained
 from fedge.steps.train_masked import TrainedMasked, TrainMasked
 from fedge.steps.unmask import Unmask, Unmasked
-from fedge.tensors import Layout, Model, unflatten
+from fedge.tensors import Layout, Model
 
 log = logging.getLogger("fedge.coordinator")
 
@@ -300,7 +300,7 @@ class MaskedFleet(Fleet):
             except LostError as error:
                 lost(group.roster.ids(group.summed), str(error))
                 continue
-            ref = self._fleet.put(unflatten(mean, self._layout))
+            ref = self._fleet.put_model(mean, self._layout)
             updates |= {group.roster.members[k].id: Update(ref, group.masked[k]) for k in group.summed}
         return updates
 

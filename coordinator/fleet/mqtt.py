@@ -50,7 +50,7 @@ from fedge.messages import (
 from fedge.sealed import Signed
 from fedge.step import Action, Refusal, Unsupported, read_action, read_result
 from fedge.task import TaskSpec
-from fedge.tensors import Layout, Model
+from fedge.tensors import Layout, Model, unflatten
 from fedge.topics import MODELS
 from fedge.transfer import Sender
 from fedge.transport import BrokerSettings, Inbound
@@ -607,6 +607,10 @@ class MqttFleet(Intake, Fleet):
         pieces = codec.pieces(tensors) if codec_ is Codec.FLOAT32 else [codec.encode(tensors, codec_)]
         size_bytes = sum(len(piece) for piece in pieces)
         return BlobRef(digest=self._store.blobs.put(*pieces), size_bytes=size_bytes, codec=codec_)
+
+    def put_model(self, model: Model, layout: Layout) -> BlobRef:
+        """Store a model durably."""
+        return self.put(unflatten(model, layout))
 
     def put_bytes(self, data: bytes) -> BlobRef:
         """Store a file."""

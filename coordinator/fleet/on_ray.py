@@ -29,7 +29,7 @@ from coordinator.fleet.simulated import FinishedElsewhere, Held
 from coordinator.fleet.sites import Directions, Note, SiteMean, SiteSums, averages
 from coordinator.ray import ray, resources_of_actors
 from edge_agent import batched
-from edge_agent.device import Unpacked, repeatable
+from edge_agent.device import Unpacked, as_bytes, repeatable
 from edge_agent.encoding import in_one_process
 from edge_agent.room import Room
 from edge_agent.worker import Finished, Worker
@@ -188,7 +188,7 @@ class Shards:
         """
         named = {ref.digest: (job, ref) for job in jobs for ref in blobs_of(job.action)}
         self._models = {
-            digest: self._models.get(digest) or ray.put(np.frombuffer(job.fetch(ref), np.uint8))
+            digest: self._models.get(digest) or ray.put(np.frombuffer(as_bytes(job.fetch(ref), ref.codec), np.uint8))
             for digest, (job, ref) in named.items()
         }
         numbers = sorted(range(len(jobs)), key=lambda number: jobs[number].order.device_id)

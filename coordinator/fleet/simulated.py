@@ -25,7 +25,7 @@ from coordinator.fleet.sites import Note, SiteMean, SiteSums
 from coordinator.fleet.update_norms import Believed, OneByOne, within_limits
 from coordinator.fleet.versions import Descent
 from edge_agent import batched
-from edge_agent.device import CACHED_MODELS, Unpacked
+from edge_agent.device import CACHED_MODELS, Unpacked, as_bytes
 from edge_agent.encoding import in_one_process
 from edge_agent.room import Room
 from edge_agent.worker import Finished, Worker
@@ -39,7 +39,7 @@ from fedge.models.training import flops, shared_network
 from fedge.step import Action, Refusal, Reveals, body_of
 from fedge.task import TaskSpec
 from fedge.tasks import DeviceData
-from fedge.tensors import Layout, Model, digest_of, unflatten
+from fedge.tensors import Layout, Model, Tensors, digest_of, to_pieces, unflatten, views_of
 from fedge.weights import needed_on_devices
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ RUN: Final = "simulation"
 AT_ONCE: Final = 2048
 """Most devices at work at once: their samples are in memory meanwhile."""
 IN_MEMORY: Final = 2**31
-"""Most bytes of unencoded updates in memory; further ones are on the disk (`edge_agent.room`)."""
+"""Most bytes of what is unencoded in memory; further updates are on the disk (`edge_agent.room`)."""
 Execute = Callable[[Sequence[batched.Job]], list[Finished]]
 """Carries out orders of different devices; results in the order of the jobs."""
 
@@ -357,7 +357,7 @@ class SimulatedFleet(Fleet):
         return Room(IN_MEMORY - sum(update.params.nbytes for update in kept if isinstance(update, Model)))
 
     def _job(self, asked: _Asked) -> batched.Job:
-        return batched.Job(self.workers[asked.order.device_id], asked.order, asked.action, self.get_bytes)
+        return batched.Job(self.workers[asked.order.device_id], asked.order, asked.action, self._here)
 
     def _drops(self, label: str, device_id: str) -> bool:
         own = self._hardware[device_id]
@@ -428,6 +428,15 @@ class SimulatedFleet(Fleet):
         self._blobs[ref.digest] = data
         return ref
 
+    def put_model(self, model: Model, layout: Layout) -> BlobRef:
+        """Keep a model in memory, unencoded, since nobody else reads it."""
+        norms, pieces = codec.norms_of(model), to_pieces(unflatten(model, layout))
+        if not all(map(math.isfinite, norms)):
+            raise codec.NotFiniteError("a model holds numbers that are not finite")
+        ref = BlobRef(digest=digest_of(*pieces), size_bytes=sum(map(len, pieces)))
+        self._blobs[ref.digest] = Unpacked(model, layout, norms)
+        return ref
+
     def put_bytes(self, data: bytes) -> BlobRef:
         """Keep a file in memory."""
         ref = BlobRef(digest=digest_of(data), size_bytes=len(data))
@@ -478,9 +487,13 @@ class SimulatedFleet(Fleet):
         """Ignore: nobody watches."""
 
     def get_bytes(self, ref: BlobRef) -> bytes:
-        """A blob; an unencoded update is encoded first."""
+        """A blob; what is unencoded is encoded first."""
+        return as_bytes(self._here(ref), ref.codec)
+
+    def get_tensors(self, ref: BlobRef) -> Tensors:
+        """Tensors in FLOAT32, uncopied."""
         found = self._here(ref)
-        return codec.encode(unflatten(found.model, found.layout), ref.codec) if isinstance(found, Unpacked) else found
+        return unflatten(found.model, found.layout) if isinstance(found, Unpacked) else views_of(found)
 
     def keep_only(self, digests: Collection[str]) -> None:
         """Forget all other tensors."""

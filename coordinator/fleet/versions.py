@@ -8,14 +8,15 @@ Compression Schemes", ICML 2019, Algorithm 1).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 
 from fedge import codec
 from fedge.messages import BlobRef, Difference, back_from
-from fedge.tensors import Layout, Model, Tensors, to_bytes, unflatten, views_of
+from fedge.tensors import Layout, Model, Tensors, to_bytes, unflatten
 
 if TYPE_CHECKING:
     from coordinator.fleet import Fleet
@@ -32,27 +33,30 @@ def put_after(fleet: Fleet, base: BlobRef, model: Model, layout: Layout) -> Blob
 
     It is stored unchanged if that is no larger, or if the fleet's `descents` are None.
     """
-    now = unflatten(model, layout)
     if fleet.descents is None:
-        return fleet.put(now)
-    before, known = views_of(fleet.get_bytes(base)), fleet.descents.get(base.digest)
-    carried = views_of(fleet.get_bytes(known.carried)) if known and known.carried else {}
-    stored, after, left = dict(now), dict(now), Tensors()
+        return fleet.put_model(model, layout)
+    before, known = fleet.get_tensors(base), fleet.descents.get(base.digest)
+    carried = fleet.get_tensors(known.carried) if known and known.carried else {}
+    derived = Model(np.empty_like(model.params), model.buffers, model.counters)
+    now, after = unflatten(model, layout), unflatten(derived, layout)
+    stored, left, rests = dict(now), Tensors(), list[Callable[[], Tensors]]()
     try:
         for name in (info.name for info in layout.of_kind("param")):
-            steps, after[name], rest = codec.descended(name, now[name], before[name], carried)
+            steps, round_rest = codec.descended(name, now[name], before[name], carried, after[name])
             stored |= steps
-            left |= rest
-        writing = codec.threads().submit(fleet.put, after)
+            rests.append(round_rest)
+        writing = codec.threads().submit(fleet.put_model, derived, layout)
+        for each in rests:
+            left |= each()
         data = codec.packed(stored)
+        blob, carry = fleet.put_bytes(data), fleet.put_bytes(to_bytes(left))
         ref = writing.result()
     except codec.NotFiniteError:  # such large numbers cannot be subtracted or rounded
-        return fleet.put(now)
+        return fleet.put_model(model, layout)
     if len(data) >= ref.size_bytes:
-        return fleet.put(now)
+        return fleet.put_model(model, layout)
     if ref != base:
-        lacking = fleet.put_bytes(to_bytes(left))
-        fleet.descents[ref.digest] = Descent(base=base.digest, blob=fleet.put_bytes(data), carried=lacking)
+        fleet.descents[ref.digest] = Descent(base=base.digest, blob=blob, carried=carry)
     return ref
 
 

@@ -33,7 +33,7 @@ from fedge.steps.install import Installed
 from fedge.steps.install_bundle import InstallBundle
 from fedge.steps.route import Route, Routed
 from fedge.steps.train import Start, Train, Trained
-from fedge.tensors import Layout, Model, Tensors, unflatten
+from fedge.tensors import Layout, Model, Tensors
 
 log = logging.getLogger("fedge.method")
 
@@ -198,8 +198,8 @@ class FedCoE(Method[FedCoEState]):
         assert common is not None
         return msgspec.structs.replace(
             state,
-            experts=tuple(_put(fleet, expert, state.layout) for expert in experts),
-            common=_put(fleet, common, state.layout),  # section 10.8
+            experts=tuple(fleet.put_model(expert, state.layout) for expert in experts),
+            common=fleet.put_model(common, state.layout),  # section 10.8
         )
 
     async def _with_gate(self, state: FedCoEState, fleet: Fleet, experts: list[Model], epochs: int) -> FedCoEState:
@@ -240,7 +240,7 @@ class FedCoE(Method[FedCoEState]):
         own = {}
         for k, (i, client) in enumerate(zip(updates, clients(), strict=True)):
             (mix,) = correlation.mixed(experts, m_c[:, k][None, :])
-            own[i] = _put(fleet, correlation.interpolate(client, mix, self.preset.tau), state.layout)  # Eq. 11
+            own[i] = fleet.put_model(correlation.interpolate(client, mix, self.preset.tau), state.layout)  # Eq. 11
         diagnostics = self._diagnose(state.round + 1, selected, experts, p)
         state = self._with_experts(state, fleet, experts)
         every = self.preset.refresh_every
@@ -364,7 +364,3 @@ class FedCoE(Method[FedCoEState]):
             "diagnostics": msgspec.to_builtins(state.diagnostics),
             "profiles": msgspec.to_builtins(state.profiles),
         }
-
-
-def _put(fleet: Fleet, model: Model, layout: Layout) -> BlobRef:
-    return fleet.put(unflatten(model, layout))

@@ -46,7 +46,7 @@ from fedge.errors import ConfigError
 from fedge.messages import BlobRef
 from fedge.steps.profile import Profile
 from fedge.steps.train import Start, Train, Trained
-from fedge.tensors import Layout, unflatten
+from fedge.tensors import Layout
 
 log = logging.getLogger("fedge.method")
 
@@ -253,7 +253,7 @@ class FedEpc(Method[FedEpcState]):
             unit = aidc.class_unit(found.class_profiles)
         except ValueError as error:
             raise ConfigError(f"the labelled samples of the server make no useful extractor: {error}") from error
-        extractor = fleet.put(unflatten(found.model, state.layout))
+        extractor = fleet.put_model(found.model, state.layout)
         return msgspec.structs.replace(state, extractor=extractor, unit=unit)
 
     def _arrange(self, state: FedEpcState, new: dict[str, Description], fleet: Fleet) -> FedEpcState:
@@ -401,7 +401,7 @@ def inherited(members: Sequence[str], state: FedEpcState, fleet: Fleet) -> BlobR
     if not terms:
         return state.shared
     models = (fleet.get(model, state.layout) for model in terms)
-    return fleet.put(unflatten(averaged(models, list(terms.values()), state.layout).as_model(), state.layout))
+    return fleet.put_model(averaged(models, list(terms.values()), state.layout).as_model(), state.layout)
 
 
 def round_loss(updates: Sequence[Trained]) -> tuple[RoundLoss, ...]:

@@ -91,7 +91,7 @@ class PersonalLayers(Method[P], Generic[P]):
         state = await train(self, state, fleet, self.order(state), layout)
         trained = unflatten(fleet.get(state.model, layout), layout)
         whole = overlaid(fleet.get(state.initial, state.layout), trained, state.layout)
-        return msgspec.structs.replace(state, whole=fleet.put(unflatten(whole, state.layout)))
+        return msgspec.structs.replace(state, whole=fleet.put_model(whole, state.layout))
 
     @staticmethod
     def _cut(state: P, fleet: Fleet, layout: Layout) -> P:

@@ -28,7 +28,7 @@ from fedge.tasks import DeviceData, Pool, Share, partition, set_apart, share_dat
 from fedge.tasks.generated import Generated, device_names
 from fedge.tasks.partition import samples_of
 from fedge.tasks.partitioners import Milder
-from fedge.tensors import Layout, Model, unflatten
+from fedge.tensors import Layout, Model
 
 T = TypeVar("T")
 Samples = tuple[NDArray[np.float32], NDArray[np.int64]]
@@ -154,7 +154,7 @@ def gather(
         alike=not few and scenario.marks == "samples",
         execute=execute,
     )
-    return fleet, fleet.put(unflatten(federation.first, federation.layout)), workers
+    return fleet, fleet.put_model(federation.first, federation.layout), workers
 
 
 def machines(hardware: Hardware, ids: Iterable[str], seed: int) -> dict[str, devices.Hardware] | None:
