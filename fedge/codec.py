@@ -215,25 +215,23 @@ def descended(
         NotFiniteError: a number is too large to be subtracted or rounded, or not finite.
     """
     numbers, others, total, held = tensor.reshape(-1), base.reshape(-1), after.reshape(-1), carried.get(name)
-    steps, aim = np.empty(numbers.size, np.int8), np.empty_like(numbers)
+    steps = np.empty(numbers.size, np.int8)
 
-    def subtract(part: slice) -> np.float32:
-        own = numbers[part]
-        aim[part] = own if held is None else _sum(own, held.reshape(-1)[part], carried[name + _SCALE])
-        return _largest_of(aim[part] - others[part])
+    def wanted(part: slice) -> Floats:
+        return numbers[part] if held is None else _sum(numbers[part], held.reshape(-1)[part], carried[name + _SCALE])
 
     def add(part: slice) -> np.float32:
-        _round(aim[part] - others[part], scale, steps[part])
+        aim = wanted(part)
+        _round(aim - others[part], scale, steps[part])
         total[part] = _sum(others[part], steps[part], scale)
-        aim[part] -= total[part]  # from here on, what is left out
-        return _largest_of(aim[part])
+        return _largest_of(aim - total[part])
 
     def left() -> Tensors:
         kept = np.empty(numbers.size, np.int8)
-        blockwise(numbers.size, lambda part: _round(aim[part], rest, kept[part]))
+        blockwise(numbers.size, lambda part: _round(wanted(part) - total[part], rest, kept[part]))
         return {name: kept.reshape(tensor.shape), name + _SCALE: rest}
 
-    scale = _scale_of(blockwise(numbers.size, subtract, threaded=True))
+    scale = _scale_of(blockwise(numbers.size, lambda part: _largest_of(wanted(part) - others[part]), threaded=True))
     rest = _scale_of(blockwise(numbers.size, add, threaded=True))
     return {name: steps.reshape(tensor.shape), name + _SCALE: scale}, left
 
