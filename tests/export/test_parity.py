@@ -7,10 +7,11 @@ import pytest
 
 from export import parity
 from fedge import models
+from fedge.bundle import read
 from fedge.errors import UpdateRejected
 from fedge.task import TaskSpec
 from fedge.tensors import Layout, Model, flatten, unflatten
-from tests.support.tables import mixture_of, write
+from tests.support.tables import inputs, layout_of, mixture_of, task_of, write
 
 TASK = TaskSpec(name="toy", classes=("a", "b", "c"), input_shape=(6,), model="mlp", model_options={"hidden": 4})
 
@@ -62,13 +63,15 @@ def test_experts_that_are_level_may_win_either_way(tmp_path: Path, above: float)
     assert write(tmp_path / "1", logits, mixture).max_abs_diff < 1e-5
 
 
-def test_an_expert_that_is_clearly_better_must_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_expert_that_is_clearly_better_must_win(tmp_path: Path) -> None:
     logits = np.tile([[[1.0, 1.0, 1.0]], [[3.0, 0, 0]], [[0, 3.0, 0]]], (1, 5, 1))
     other = mixture_of(logits, weights=[0.4, 0.3, 0.3 * 1.001], top=1)
-    formula = parity.formula
-    monkeypatch.setattr(parity, "formula", lambda _: formula(other))
+    write(tmp_path, logits, mixture_of(logits, weights=[0.4, 0.3, 0.3], top=1))
+    task, layout, x = task_of(5, 3), layout_of(logits[0]), inputs(5)
+    bundle = read(tmp_path)
+    found = parity.run(bundle.graph, bundle.folder, x)
     with pytest.raises(UpdateRejected, match="no bundle written"):
-        write(tmp_path / "1", logits, mixture_of(logits, weights=[0.4, 0.3, 0.3], top=1))
+        parity.check(found[0], lambda lean: parity.expected(task, layout, other, x, found, lean)[0])
 
 
 ROUTED = TaskSpec(
