@@ -319,7 +319,7 @@ class RelayFleet(Fleet):
         found: list[SiteMean] = []
         for via, answer in sorted(answers.items()):
             if not isinstance(answer.result, Summed):
-                log.warning("event=no_sum relay=%s devices=%d answer=%s", via, len(of_site[via]), answer.result)
+                log.warning("event=no_sum relay=%s devices=%d result=%s", via, len(of_site[via]), answer.result)
                 continue
             try:
                 norms = {self._name(i): held.norms for i, held in of_site[via].items()}
