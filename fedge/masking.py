@@ -24,6 +24,10 @@ this U2. So each two neighbours in S whose b are open have masked with one anoth
 left is the sum of all honest devices of S that neighbours join. In a cohort of up to 81 these are all; in a larger one
 at least t + 1 less those of its neighbours that work for the server, since each has t neighbours in S (`joined`).
 
+Nor is one update the whole sum, because the server asks all others to learn nothing (Pasquini et al., "Eluding Secure
+Aggregation in Federated Learning via Model Inconsistency", CCS 2022): s_ij depends on what a device was asked to learn,
+so masks of two that were not asked the same do not cancel, and the sum is noise.
+
 More than two thirds of S confirm, too. Two sessions may have different cohorts, and only devices in both sums surely
 hear of both: of m in both, with d in one alone, more than (m - d) / 3 confirm both, or refuse since d is too few
 (`too_close`).
@@ -177,13 +181,14 @@ class Roster:
         shared = own.exchange(X25519PublicKey.from_public_bytes(peer))
         return HKDF(SHA256(), 32, salt=bytes.fromhex(self.digest), info=purpose.encode()).derive(shared)
 
-    def pair_seed(self, key: X25519PrivateKey, own: int, peer: int) -> bytes:
+    def pair_seed(self, key: X25519PrivateKey, own: int, peer: int, training: str) -> bytes:
         """s_ij of the owner of a masking key, at position `own`, and the device at position `peer`.
 
         It depends on both positions: several X25519 keys make the same secrets, so a device could take one that makes
-        those of another device, whose masks would then cancel.
+        those of another device, whose masks would then cancel. And on what both were asked to learn
+        (`fedge.steps.train_masked.alike`): if not the same, their masks do not cancel.
         """
-        return self.secret(key, self.members[peer].masking, f"mask {min(own, peer)} {max(own, peer)}")
+        return self.secret(key, self.members[peer].masking, f"mask {min(own, peer)} {max(own, peer)} {training}")
 
     def _cipher(self, own: X25519PrivateKey, peer: int, sender: int, receiver: int) -> ChaCha20Poly1305:
         return ChaCha20Poly1305(self.secret(own, self.members[peer].encryption, f"shares {sender} {receiver}"))

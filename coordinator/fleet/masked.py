@@ -52,7 +52,7 @@ from fedge.steps.confirm_sum import ConfirmSum, SumConfirmed
 from fedge.steps.mask_keys import KeysMade, MaskKeys
 from fedge.steps.mask_shares import MaskShares, SharesMade
 from fedge.steps.train import Train, Trained
-from fedge.steps.train_masked import TrainedMasked, TrainMasked
+from fedge.steps.train_masked import TrainedMasked, TrainMasked, alike
 from fedge.steps.unmask import Unmask, Unmasked
 from fedge.tensors import Layout, Model
 
@@ -179,11 +179,15 @@ class MaskedFleet(Fleet):
         """As any fleet; training under masks.
 
         Raises:
-            ConfigError: the method trains by another step than `train`, which would not be hidden.
+            ConfigError: the method trains by another step than `train`, which would not be hidden, or differently within
+                a cluster.
         """
         training = {i: action for i, action in sorted(actions.items()) if isinstance(action, Train)}
         if any(type(action) is not Train for action in training.values()):
             raise ConfigError("masking hides what `train` sends, and the method trains by another step")
+        asked = {(action.starts[0].cluster, alike(action, 1)) for action in training.values()}
+        if len(asked) > len({cluster for cluster, _ in asked}):
+            raise ConfigError("masks cancel only between devices that learn alike, not so in a cluster of the method")
         others = {i: action for i, action in actions.items() if i not in training}
         answers = await self._fleet.run(label, others) if others else {}
         if training:
@@ -310,12 +314,13 @@ class MaskedFleet(Fleet):
         total = fixed_point.zero(layout)
         seeds = {k: group.seed_of(k) for k in group.summed}
         keys = {k: group.key_of(k) for k in sorted(group.shares.keys() - seeds.keys())}
+        training = alike(group.train, group.heaviest)
         for k, seed in seeds.items():
             total.add(fixed_point.from_bytes(self._fleet.get_bytes(group.masked[k].masked), layout))
             total.subtract(prg(seed, layout))
         for k, key in keys.items():
             for peer in set(roster.neighbours(k)) & seeds.keys():
-                add_pair_mask(total, k, peer, roster.pair_seed(key, k, peer), layout)
+                add_pair_mask(total, k, peer, roster.pair_seed(key, k, peer, training), layout)
         try:
             mean = fixed_point.mean_change(total, layout, len(roster.members), group.heaviest)
         except ValueError as error:

@@ -15,7 +15,7 @@ from fedge.masking import Roster, add_pair_mask, prg
 from fedge.messages import Codec
 from fedge.step import Result, body_of
 from fedge.steps.train import Train, Trained
-from fedge.steps.train_masked import TrainedMasked, TrainMasked
+from fedge.steps.train_masked import TrainedMasked, TrainMasked, alike
 from fedge.tensors import Model, digest_of
 
 THREADED = train.THREADED
@@ -67,8 +67,9 @@ def masked(device: Device, action: TrainMasked, trained: Trained) -> Result:
     change = _change(device, action, trained)
     total = fixed_point.summand(change, weight, cohort, action.heaviest)
     total.add(prg(session.shared(roster).seed, layout))
+    training = alike(action.train, action.heaviest)
     for peer in action.shares:
-        add_pair_mask(total, own, peer, roster.pair_seed(session.masking, own, peer), layout)
+        add_pair_mask(total, own, peer, roster.pair_seed(session.masking, own, peer, training), layout)
     vector, statement = total.to_bytes(), roster.masked_with(action.sharers)
     result = TrainedMasked(
         masked=device.send(vector),

@@ -8,13 +8,13 @@ from typing import Annotated, ClassVar, Self
 import msgspec
 from msgspec import Meta
 
-from fedge.messages import BlobRef, Id, NonNegative, Share
+from fedge.messages import BlobRef, Codec, Id, NonNegative, Share
 from fedge.step import Action, Result, Reveals, require
 from fedge.steps.mask_keys import Signature
 from fedge.steps.mask_shares import Position, Sealed
 from fedge.steps.train import Train
 from fedge.task import TaskSpec
-from fedge.tensors import Layout
+from fedge.tensors import Layout, digest_of
 
 
 class TrainedMasked(Result, frozen=True, kw_only=True):
@@ -39,8 +39,21 @@ class TrainedMasked(Result, frozen=True, kw_only=True):
     val_accuracy: Share | None = None
 
 
+def alike(train: Train, heaviest: int) -> str:
+    """Digest of what all devices of a sum do alike: whether a device measures its losses as well is its own affair.
+
+    It is that of the decoded order, as a device has it.
+    """
+    same = msgspec.structs.replace(train, measure=False, codec=Codec.FLOAT32)
+    decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(same), type=Train)
+    return digest_of(msgspec.msgpack.encode((decoded, heaviest)))
+
+
 class TrainMasked(Action, frozen=True, kw_only=True):
     """Train from the one start of `train`, a whole model, and mask its change with the neighbours in `shares`.
+
+    Masks cancel only between devices whose `train` and `heaviest` are `alike`: raise VERSION when `Train` or `Sgd` gets
+    another field.
 
     `heaviest`: upper limit of a device's weight, which is its number of samples. `sharers`: who has shared secrets,
     the same for all (`fedge.masking.write_positions`). `shares`: what the neighbours among them sealed for this device,

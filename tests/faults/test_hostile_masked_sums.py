@@ -11,19 +11,22 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Literal
 
-import msgspec
 import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+from msgspec.structs import replace
 
 from edge_agent.masking import Masked, Session
 from fedge import fixed_point
 from fedge.codec import decode
+from fedge.fixed_point import Summand
 from fedge.masking import add_pair_mask, prg
 from fedge.messages import Codec
+from fedge.sgd import Sgd
 from fedge.shamir import SHARE_BYTES, combine
 from fedge.step import Failed, Result
 from fedge.steps.train import Trained
+from fedge.steps.train_masked import alike
 from fedge.steps.unmask import Unmasked
 from tests.support.cohort import SESSION, Cohort
 from tests.support.orders import LAYOUT, device_data, order
@@ -79,19 +82,31 @@ class Hostile(Cohort):
 
     def read(self, peers: Collection[int]) -> list[int]:
         """The victim's update without the masks of its pairs with these, and its own."""
+        asked = self.training(VICTIM)
+        training = alike(asked.train, asked.heaviest)
         total = fixed_point.zero(LAYOUT)
         total.add(fixed_point.from_bytes(self.vectors[VICTIM], LAYOUT))
         total.subtract(prg(self.secret("seeds", VICTIM), LAYOUT))
         for peer in peers:
             own = peer in self.helpers
             key = self.session(peer).masking if own else X25519PrivateKey.from_private_bytes(self.secret("keys", peer))
-            add_pair_mask(total, peer, VICTIM, self.roster.pair_seed(key, peer, VICTIM), LAYOUT)
+            add_pair_mask(total, peer, VICTIM, self.roster.pair_seed(key, peer, VICTIM, training), LAYOUT)
         return total.params.tolist()
+
+    def opened(self) -> Summand:
+        """The sum of all, which all confirm and open."""
+        self.confirm(*EVERYBODY)
+        assert all(isinstance(self.open(k), Unmasked) for k in EVERYBODY)
+        total = fixed_point.zero(LAYOUT)
+        for k in EVERYBODY:
+            total.add(fixed_point.from_bytes(self.vectors[k], LAYOUT))
+            total.subtract(prg(self.secret("seeds", k), LAYOUT))
+        return total
 
     def truth(self) -> list[int]:
         """The same, from plain training."""
         action = self.training(VICTIM)
-        plain = self.does(VICTIM, msgspec.structs.replace(action.train, codec=Codec.FLOAT32))
+        plain = self.does(VICTIM, replace(action.train, codec=Codec.FLOAT32))
         assert isinstance(plain.result, Trained)
         update = decode(plain.blobs[plain.result.update.digest], Codec.FLOAT32, LAYOUT)
         return fixed_point.summand(update, plain.result.n_samples, 10, action.heaviest).params.tolist()
@@ -175,13 +190,25 @@ def test_an_honest_sum_of_ten_is_theirs(hostile: Hostile) -> None:
     """What is opened then is the sum of all, and no more."""
     for k in EVERYBODY:
         hostile.train(k)
-    hostile.confirm(*EVERYBODY)
-    assert all(isinstance(hostile.open(k), Unmasked) for k in EVERYBODY)
+    total = hostile.opened()
     assert not any(kind == "keys" for kind, _ in hostile.shown)
     assert hostile.read(()) != hostile.truth(), "under the masks of its pairs"
-    total = fixed_point.zero(LAYOUT)
-    for k in EVERYBODY:
-        total.add(fixed_point.from_bytes(hostile.vectors[k], LAYOUT))
-        total.subtract(prg(hostile.secret("seeds", k), LAYOUT))
     mean = fixed_point.mean_change(total, LAYOUT, 10, 100)
     assert np.abs(mean.params).max() < 1
+
+
+@pytest.mark.parametrize("quiet", ["steps", "weights"])
+def test_the_sum_of_devices_that_learn_otherwise_than_the_victim_is_noise(hostile: Hostile, quiet: str) -> None:
+    """The nine others take no step, or have a scale at which all that they learn is rounded to 0."""
+    for k in EVERYBODY:
+        action = hostile.training(k)
+        if k != VICTIM and quiet == "steps":
+            action = replace(action, train=replace(action.train, sgd=Sgd(steps=0)))
+        elif k != VICTIM:
+            action = replace(action, heaviest=2**24)
+        hostile.take(k, action)
+    total = hostile.opened()
+    apart = (total.params - np.array(hostile.truth(), np.uint32)).view(np.int32)
+    assert np.abs(apart.astype(np.int64)).max() > 2**24
+    with pytest.raises(ValueError, match="weights that sum to"):
+        fixed_point.mean_change(total, LAYOUT, 10, 100)

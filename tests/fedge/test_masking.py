@@ -161,8 +161,8 @@ def pair() -> tuple[Roster, list[X25519PrivateKey]]:
 def test_masks_of_a_pair_cancel() -> None:
     roster, _ = pair()
     first, second = keys(6)[3:5]
-    seed = roster.pair_seed(first, 0, 1)
-    assert seed == roster.pair_seed(second, 1, 0)
+    seed = roster.pair_seed(first, 0, 1, "training")
+    assert seed == roster.pair_seed(second, 1, 0, "training")
     total = zero(LAYOUT)
     add_pair_mask(total, 0, 1, seed, LAYOUT)
     assert total.to_bytes() == prg(seed, LAYOUT).to_bytes()
@@ -170,10 +170,12 @@ def test_masks_of_a_pair_cancel() -> None:
     assert total.to_bytes() == zero(LAYOUT).to_bytes()
 
 
-def test_another_roster_gives_another_secret() -> None:
+def test_another_roster_or_training_gives_another_secret() -> None:
     roster, _ = pair()
     other = Roster(roster.members, "1" * 64)
-    assert roster.pair_seed(keys(4)[3], 0, 1) != other.pair_seed(keys(4)[3], 0, 1)
+    seed = roster.pair_seed(keys(4)[3], 0, 1, "training")
+    assert seed != other.pair_seed(keys(4)[3], 0, 1, "training")
+    assert seed != roster.pair_seed(keys(4)[3], 0, 1, "another")
 
 
 def test_a_key_that_makes_the_secrets_of_another_cancels_none_of_its_masks() -> None:
@@ -185,7 +187,7 @@ def test_a_key_that_makes_the_secrets_of_another_cancels_none_of_its_masks() -> 
     assert third.exchange(X25519PublicKey.from_public_bytes(twin)) == third.exchange(genuine)
     members = [roster.members[0], replace(roster.members[1], masking=twin), roster.members[2]]
     mirrored = read_roster(write_roster(members))
-    assert mirrored.pair_seed(third, 2, 0) != mirrored.pair_seed(third, 2, 1)
+    assert mirrored.pair_seed(third, 2, 0, "training") != mirrored.pair_seed(third, 2, 1, "training")
 
 
 def test_shares_are_for_one_device_in_one_direction() -> None:

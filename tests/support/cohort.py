@@ -92,7 +92,11 @@ class Cohort:
         )
 
     def train(self, k: int, number: int = 1, among: Collection[int] | None = None) -> None:
-        finished = self.does(k, self.training(k, among=among), number)
+        self.take(k, self.training(k, among=among), number)
+
+    def take(self, k: int, action: TrainMasked, number: int = 1) -> None:
+        """What the device at position k answers to this training."""
+        finished = self.does(k, action, number)
         assert isinstance(finished.result, TrainedMasked), finished.result
         self.trained[k] = finished.result
         self.vectors[k] = finished.blobs[finished.result.masked.digest]

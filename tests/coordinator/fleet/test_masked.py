@@ -30,7 +30,7 @@ from fedge.steps.confirm_sum import ConfirmSum
 from fedge.steps.mask_keys import MaskKeys
 from fedge.steps.mask_shares import MaskShares
 from fedge.steps.train import Start, Train
-from fedge.steps.train_masked import TrainMasked
+from fedge.steps.train_masked import TrainMasked, alike
 from fedge.steps.unmask import Unmask
 from fedge.tensors import Layout
 from tests.support import simulation
@@ -323,6 +323,32 @@ async def test_a_forged_signature_costs_its_device_alone(tmp_path, label, n_summ
     found = await masked(fleet, layout).run("train", dict.fromkeys([d.id for d in fleet.devices()], order(first)))
     assert len(accepted(found)) == n_summed
     assert sum(name == "unmask" for name, _ in fleet.seen) == 7
+
+
+async def test_who_does_not_measure_its_losses_is_in_the_sum_and_may_drop_out(tmp_path) -> None:
+    """Its masks cancel with those of who does; the server takes off those of d00 and d01."""
+    fleet, layout, first = fleet_of(tmp_path, n=9)
+    quiet = msgspec.structs.replace(order(first), measure=False)
+    asked = {d.id: quiet if d.id in {"d01", "d02"} else order(first) for d in fleet.devices()}
+    fleet.unresponsive_at = {"train_masked": frozenset({"d00", "d01"})}
+    assert sorted(accepted(await masked(fleet, layout).run("train", asked))) == sorted(set(asked) - {"d00", "d01"})
+
+
+async def test_devices_of_a_cluster_that_should_learn_differently_are_not_asked(tmp_path) -> None:
+    fleet, layout, first = fleet_of(tmp_path)
+    asked = {d.id: order(first) for d in fleet.devices()}
+    asked["d03"] = msgspec.structs.replace(order(first), sgd=Sgd(steps=2))
+    with pytest.raises(ConfigError, match="masks cancel only between devices that learn alike"):
+        await masked(fleet, layout).run("train", asked)
+    assert not hasattr(fleet, "seen")
+
+
+def test_an_order_is_alike_before_and_after_it_has_travelled() -> None:
+    """A whole number where any may stand travels as it is, and is a float for who receives it."""
+    ref = BlobRef(digest="0" * 64, size_bytes=1, codec=Codec.INT8)
+    sent = Train(starts=(Start(model=ref),), sgd=Sgd(learning_rate=1), codec=Codec.INT8)
+    received = msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=Train)
+    assert alike(sent, 5) == alike(received, 5) != alike(sent, 6)
 
 
 async def test_a_false_share_is_noticed(tmp_path, caplog) -> None:
