@@ -179,7 +179,7 @@ class MaskedFleet(Fleet):
         """As any fleet; training under masks.
 
         Raises:
-            ConfigError: the method trains by another step than `train`, which would not be hidden, or differently within
+            ConfigError: the method trains by another step than `train`, which would not be hidden, or differently in
                 a cluster.
         """
         training = {i: action for i, action in sorted(actions.items()) if isinstance(action, Train)}
