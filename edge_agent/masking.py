@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -25,7 +27,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from msgspec import Struct
 
 from edge_agent.device import Device, FailedError
-from fedge.files import read_lasting, write_atomically
+from fedge.files import read_lasting, sync, write_atomically
 from fedge.masking import Roster, read_positions, read_roster
 from fedge.messages import BlobRef
 
@@ -68,6 +70,15 @@ class Confirmed(Struct, frozen=True):
     summed: tuple[int, ...]
 
 
+def _delete(folder: Path) -> None:
+    """Delete a session, or all of a run: keys first, since what is left after a kill -9 must not sign another sum."""
+    with suppress(OSError):  # then it stays whole
+        for keys in folder.rglob("keys"):
+            keys.unlink()
+            sync(keys.parent)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 class Session:
     """One sum, from this device's point of view."""
 
@@ -89,15 +100,15 @@ class Session:
         write_atomically(self._folder / type(value).__name__.lower(), msgspec.msgpack.encode(value))
 
     def begin(self) -> Keys:
-        """The keys, made on the first call; then delete earlier sessions."""
+        """The keys, made on the first call, which deletes earlier sessions."""
         keys = self.read(Keys)
         if keys is None:
+            over = [path for path in self._run.glob("*.*") if not path.name.startswith(f"{self._device.order.round}.")]
+            for path in (*over, *(other for other in self._run.parent.glob("*") if other != self._run)):
+                _delete(path)
             kinds = X25519PrivateKey, X25519PrivateKey, Ed25519PrivateKey
             keys = Keys(*(kind.generate().private_bytes_raw() for kind in kinds))
             self.keep(keys)
-            over = [path for path in self._run.glob("*.*") if not path.name.startswith(f"{self._device.order.round}.")]
-            for path in (*over, *(other for other in self._run.parent.glob("*") if other != self._run)):
-                shutil.rmtree(path, ignore_errors=True)
         return keys
 
     @cached_property

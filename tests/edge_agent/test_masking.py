@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
-from edge_agent.masking import Keys, Masked, Session
+from edge_agent.device import FailedError
+from edge_agent.masking import Confirmed, Keys, Masked, Session
 from edge_agent.worker import Worker
 from fedge.errors import StoreError
 from fedge.steps.mask_keys import MaskKeys
@@ -34,6 +36,29 @@ def test_with_the_next_round_the_means_to_open_the_last_one_go(tmp_path: Path) -
     assert session(own).read(Keys) is not None
     session(own, number=2).begin()
     assert session(own).read(Keys) is session(own).read(Masked) is session(own, name="other").read(Keys) is None
+
+
+@pytest.mark.parametrize("later", [{"number": 2}, {"run": "next"}], ids=["round", "run"])
+def test_a_session_of_which_kill_9_leaves_a_part_signs_nothing(tmp_path: Path, monkeypatch, later) -> None:
+    """It might have lost which sum it has confirmed."""
+    own = worker(tmp_path)
+    session(own).begin()
+    session(own).keep(Confirmed(b"statement", (0, 1)))
+
+    def killed(folder: Path, **_: object) -> None:
+        for file in folder.rglob("confirmed"):
+            file.unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            session(own, **later).begin()
+    assert session(own).read(Confirmed) is None
+    with pytest.raises(FailedError, match="that never began"):
+        _ = session(own).signing
+    session(own, **later).begin()
+    assert not (tmp_path / "masking" / "r" / "1.train").exists(), "the repeated order deletes the rest"
 
 
 def test_sums_are_remembered_for_a_run_and_no_longer(tmp_path: Path) -> None:
