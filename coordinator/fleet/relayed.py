@@ -41,6 +41,8 @@ MAX_SUMS: Final = 256
 """Sums in one request to a relay: the clusters of a method, and all devices."""
 ROUNDED: Final = 1.001
 """Tolerated ratio of a mean's norm to what its updates allow: both are rounded to float32."""
+NOTHING: Final = 1e-12
+"""A norm that moves no model: squares of so small numbers are not exact in float32, and nobody's fault."""
 HEAD: Final = b"fedge: an update that lies on a site\n"
 """Start of a file that stands in for an update; no file of tensors begins with it."""
 MAX_STAND_IN_BYTES: Final = 1024
@@ -253,13 +255,17 @@ class RelayFleet(Fleet):
         report = Report(order_id=via, device_id=device_id, outcome=told.outcome, why=told.why, body=told.body)
         try:
             result = checked(action, report, self.task)
-            if isinstance(result, Trained) and told.norms is not None and all(map(math.isfinite, told.norms)):
-                held = StandIn(via=via, update=result.update, norms=told.norms)
+            if isinstance(result, Trained):
+                norms = told.norms or (math.nan, math.nan)
+                require(all(map(math.isfinite, norms)), "an update without norms")
+                held = StandIn(via=via, update=result.update, norms=norms)
                 stand_in = self.put_bytes(HEAD + msgspec.msgpack.encode(held))
                 return msgspec.structs.replace(result, update=stand_in)
-            require(not list(blobs_of(result)), f"{action.STEP} brings tensors that a relay cannot hand on")
         except ProtocolError as error:
             self._fleet.accuse(via, ProtocolError(error.name, f"{device_id}: {error}"))
+            return None
+        if list(blobs_of(result)):  # the method's fault
+            log.warning("event=not_handed_on relay=%s device=%s step=%s", via, device_id, action.STEP)
             return None
         return result
 
@@ -341,7 +347,7 @@ class RelayFleet(Fleet):
             if ref is not None and (weight := sum(of.values())):
                 longest = [sum(w * own[i][part] * norms[i][part] for i, w in of.items()) / weight for part in range(2)]
                 lengths = codec.check(self.get_bytes(ref), ref.codec, wanted.layout)
-                fits = all(length <= ROUNDED * most for length, most in zip(lengths, longest, strict=True))
+                fits = all(length <= ROUNDED * most + NOTHING for length, most in zip(lengths, longest, strict=True))
                 require(fits, f"a mean of norms {lengths}, of updates that allow {longest}")
                 found.append(SiteMean(k, self._fleet.get(ref, wanted.layout), weight))
         if result.directions is not None:

@@ -21,13 +21,14 @@ from typing import Any, Final, TypeVar
 import msgspec
 import numpy as np
 
-from coordinator.fleet import Answer, Device
+from coordinator.fleet import Answer, Device, answering
 from coordinator.fleet.mqtt import MqttFleet
 from coordinator.fleet.relayed import Relay, Relayed, SiteOrders, Sum, Summed, Told
 from coordinator.fleet.sites import SiteSums, averages
 from coordinator.store import Store
 from edge_agent.worker import Finished
 from fedge import codec
+from fedge.errors import ProtocolError
 from fedge.files import write_atomically
 from fedge.messages import MAX_SITE, BlobRef, Codec, Order, SiteDevice
 from fedge.step import Action, Unsupported, installed_steps, read_action, report_of
@@ -222,7 +223,7 @@ class Site:
                     raise StoppedError from None
 
     async def _ask(self, order: Order, orders: SiteOrders) -> dict[str, Told]:
-        """The devices' answers, without those that did not answer."""
+        """The devices' answers, without those that did not answer what was asked above."""
         known = installed_steps()
         actions = [
             read_action(msgspec.structs.replace(order, step=a.step, version=a.version, body=a.body), known)
@@ -241,8 +242,18 @@ class Site:
         return {
             i: self._told(order, answer, asked.get(i))
             for i, answer in sorted(answers.items())
-            if answer.result is not None
+            if answer.result is not None and self._answers(asked.get(i), answer)
         }
+
+    def _answers(self, action: Action | None, answer: Answer) -> bool:
+        """Whether an answer fits: a device was asked for less if it withholds more than the coordinator above knew."""
+        try:
+            if action is not None and answer.result is not None:
+                answering(action, answer.result, self._task)
+        except ProtocolError as error:
+            log.warning("event=not_told device=%s name=%s detail=%r", answer.device_id, error.name, str(error))
+            return False
+        return True
 
     def _told(self, order: Order, answer: Answer, action: Action | None) -> Told:
         assert answer.result is not None

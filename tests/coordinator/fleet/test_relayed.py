@@ -14,12 +14,14 @@ from coordinator.fleet.relayed import Relay, Relayed, RelayFleet, SiteOrders, Su
 from coordinator.fleet.simulated import SimulatedFleet
 from coordinator.fleet.sites import SiteSums
 from coordinator.methods.averaging import ignore
+from fedge import codec
 from fedge.errors import ConfigError
 from fedge.messages import BlobRef, Codec, Outcome, Why
 from fedge.sgd import Sgd
 from fedge.step import Action, Declined, Result, body_of
 from fedge.steps.describe_labels import DescribeLabels, LabelsDescribed
 from fedge.steps.install import Install
+from fedge.steps.share_private import PrivateShared, SharePrivate
 from fedge.steps.train import Start, Train, Trained
 from fedge.tensors import unflatten
 from tests.support.simulation import digits
@@ -164,6 +166,36 @@ async def test_a_mean_longer_than_the_updates_that_a_relay_told_of_does_not_coun
     assert below.accused() == set()
     assert await fleet.means(sums, ignore) == []
     assert below.accused() == {"wrong-result"}
+
+
+async def test_a_mean_of_updates_of_hardly_anything_is_nobodys_fault(tmp_path: Path) -> None:
+    """Squares of such numbers are rounded in float32: this mean seems longer than its only update, in int8."""
+    below = Below(tmp_path)
+    train = Train(starts=(Start(model=below.first),), sgd=Sgd(steps=1), measure=False)
+    mean = below.update(2.8e-23)
+    model = unflatten(below.get(mean, below.layout), below.layout)
+    norms = codec.check(codec.encode(model, Codec.INT8), Codec.INT8, below.layout)
+    assert norms[0] * 1.2 < codec.check(below.get_bytes(mean), mean.codec, below.layout)[0] < 1e-20
+    there = BlobRef(digest="ab" * 32, size_bytes=5000, codec=Codec.INT8)
+    told = {"d0": done(Trained(update=there, n_samples=10), norms=norms)}
+    below.answers = [Relayed(answers=below.file(told)), Summed(means=(mean,))]
+    fleet = below.above()
+    (answer,) = (await fleet.run("train", {"s.d0": train})).values()
+    assert isinstance(answer.result, Trained)
+    updates = {"s.d0": answer.result.update}
+    sums = SiteSums(layout=below.layout, updates=updates, weights={"s.d0": 1.0}, sums=({"s.d0": (1.0, 1.0)},))
+    assert len(await fleet.means(sums, ignore)) == 1
+    assert below.accused() == set()
+
+
+async def test_tensors_that_no_relay_hands_on_are_no_evidence_against_it(tmp_path: Path) -> None:
+    """The method should not have asked."""
+    below = Below(tmp_path)
+    module = BlobRef(digest="ab" * 32, size_bytes=5000, codec=Codec.FLOAT32)
+    below.answers = [Relayed(answers=below.file({"d0": done(PrivateShared(module=module))}))]
+    asked = SharePrivate(kept_by="train_rod")
+    assert (await below.above().run("share", {"s.d0": asked}))["s.d0"].result is None
+    assert below.accused() == set()
 
 
 async def test_what_is_taken_one_by_one_is_refused(tmp_path: Path) -> None:

@@ -12,17 +12,21 @@ import numpy as np
 import pytest
 
 from coordinator.clustering import mctc
-from coordinator.fleet.relayed import Relay, SiteOrders, Sum, Summed
+from coordinator.fleet.relayed import Asked, Relay, Relayed, SiteOrders, Sum, Summed
 from coordinator.fleet.sites import SiteSums
 from coordinator.relay.site import Site
 from coordinator.store import Store
 from edge_agent.worker import Finished
-from fedge import codec
+from fedge import codec, models
 from fedge.broker import LocalBroker
+from fedge.egress import PRESETS, Rules
 from fedge.messages import BlobRef, Codec, Order
+from fedge.sgd import Sgd
+from fedge.step import Reveals, body_of
+from fedge.steps.train import Start, Train
 from fedge.stopping import never
 from fedge.tasks import Partitioning, partition, pool, share_data, task_spec
-from fedge.tensors import Layout, TensorInfo, digest_of, from_bytes
+from fedge.tensors import Layout, TensorInfo, digest_of, from_bytes, unflatten
 from fedge.transport import BrokerSettings
 from tests.support.agents import agents
 from tests.support.contracts import order_of
@@ -109,3 +113,32 @@ async def test_a_new_run_does_not_make_devices_disappear(one_broker: LocalBroker
         await asyncio.to_thread(site.execute, order_of(action), lambda _: orders, stop=never, action=action)
         looking.cancel()
     assert seen == {2}
+
+
+async def test_what_does_not_answer_the_order_from_above_is_not_handed_on(
+    one_broker: LocalBroker, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A device that has begun to withhold losses, of which the coordinator above has not heard when it asks for them.
+
+    It would be evidence against the relay, and a device could make it at will.
+    """
+    data = share_data(SAMPLES.spec, partition(SAMPLES, 1, Partitioning(), seed=0)[0])
+    address = BrokerSettings(one_broker.host, one_broker.port)
+    site = Site(address, "all", tmp_path / "relay", SAMPLES.spec, lambda *_: None)
+    layout, first = models.initial(SAMPLES.spec, 0)
+    model = codec.encode(unflatten(first, layout), Codec.FLOAT32)
+    start = Start(model=BlobRef(digest=digest_of(model), size_bytes=len(model), codec=Codec.FLOAT32))
+    train = Train(starts=(start,), sgd=Sgd(steps=1))
+    kind = Asked(train.STEP, train.VERSION, body_of(train))
+    orders = msgspec.msgpack.encode(SiteOrders(seed=0, layout=layout, keep=(), asked=(kind,), devices={"a": 0}))
+    ref = BlobRef(digest=digest_of(orders), size_bytes=len(orders))
+    files = {ref.digest: orders, start.model.digest: model}
+    action = Relay(orders=ref, models=(start.model,), work=0.0)
+    order = msgspec.structs.replace(order_of(action), task_fingerprint=SAMPLES.spec.fingerprint())
+    rules = Rules(PRESETS["default"] - {Reveals.LOSS})
+    async with agents(one_broker, SAMPLES.spec, {"a": data}, tmp_path, rules), site:
+        await until(lambda: len(site.listed()) == 1)
+        done = await asyncio.to_thread(site.execute, order, lambda ref: files[ref.digest], stop=never, action=action)
+    assert isinstance(done.result, Relayed)
+    assert msgspec.msgpack.decode(done.blobs[done.result.answers.digest]) == {}
+    assert "no losses, which were asked for" in caplog.text
