@@ -23,6 +23,8 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
+from fedge.messages import MAX_LEFT_S
+
 Vectors = NDArray[np.float64]
 RawContext = tuple[float, float, float, float, float]
 
@@ -151,7 +153,8 @@ def transfer_time(arm: Arm) -> float:
 def predicted_seconds(arm: Arm, cpu_ghz: float, past: Sequence[Participation], cycles_per_sample: float) -> float:
     """t_i = E n_i kappa / f_i + 2 B / r_i, seconds; replaced by the mean of the device's own last tau times.
 
-    A measured time runs from an order to its answer, so it includes the transfer.
+    A measured time runs from an order to its answer, so it includes the transfer. At most a day, as an order takes:
+    absurd rates of some devices must not make the quantile of all infinite, or no number.
 
     `cpu_ghz`: f_i with missing values filled; 0 if no device of the cluster reports it, which drops the first term.
 
@@ -161,8 +164,8 @@ def predicted_seconds(arm: Arm, cpu_ghz: float, past: Sequence[Participation], c
         3.573333
     """
     if past:
-        return float(np.mean([p.seconds for p in past]))
-    return (arm.work * cycles_per_sample / cpu_ghz if cpu_ghz > 0 else 0.0) + transfer_time(arm)
+        return min(float(np.mean([p.seconds for p in past])), MAX_LEFT_S)
+    return min((arm.work * cycles_per_sample / cpu_ghz if cpu_ghz > 0 else 0.0) + transfer_time(arm), MAX_LEFT_S)
 
 
 def measured_cycles(
@@ -358,7 +361,8 @@ def select(
     selectable = np.flatnonzero(able).tolist()
     ids = [arms[i].id for i in selectable]
     predicted = [
-        predicted_seconds(arms[i], full[i, 0], state.participations.get(arms[i].id, ()), cycles) for i in selectable
+        predicted_seconds(arms[i], float(full[i, 0]), state.participations.get(arms[i].id, ()), cycles)
+        for i in selectable
     ]
     seconds = np.array([max(t, state.at_least.get(i, 0.0)) for i, t in zip(ids, predicted, strict=True)])
     m = quota(settings.quota, len(arms)) if size is None else size

@@ -152,6 +152,17 @@ def test_deadline_is_the_quantile_and_is_kept_by_each_device():
     assert selection.ids == ("d0", "d1", "d2")
 
 
+@pytest.mark.parametrize("absurd", [{"link_mbit_s": 5e-324}, {"link_mbit_s": 1e308}, {"cpu_ghz": 5e-324}])
+@pytest.mark.parametrize("n_absurd", [1, 3, 4])
+def test_absurd_rates_of_some_take_nobody_else_out_of_the_rounds(absurd, n_absurd):
+    """Of eleven; the quantile of times of which some are infinite would be no number, and nobody feasible."""
+    usual = Arm(id="d", n_samples=100, work=500.0, cpu_ghz=1.5, link_mbit_s=10.0, model_bytes=10**6)
+    arms = [msgspec.structs.replace(usual, id=f"d{k:02}", **(absurd if k < n_absurd else {})) for k in range(11)]
+    selection, _ = ccmab.select(State(), arms, Settings(quota=1.0))
+    assert math.isfinite(selection.deadline_s)
+    assert set(selection.ids) >= {arm.id for arm in arms[n_absurd:]}
+
+
 def test_devices_that_cannot_compute_or_have_no_samples_are_not_selectable():
     devices = [
         Arm(id="a", n_samples=10, work=10, cpu_ghz=0.0),
