@@ -125,6 +125,21 @@ async def test_updates_are_those_that_devices_send_as_bytes(tmp_path, codec_) ->
         alone.get(update, layout.select(HEAD))
 
 
+@pytest.mark.parametrize("model", ["mlp", "cnn"])
+def test_a_model_is_kept_as_its_bytes_would_be_and_cannot_be_changed(tmp_path, model) -> None:
+    fleet, layout, first, _ = digits(tmp_path, n=1, limit=60, model=model)
+    known = fleet.get(first, layout)
+    own = Model(known.params + 1, known.buffers.copy(), known.counters.copy())
+    ref = fleet.put_model(own, layout)
+    assert ref == fleet.put(unflatten(own, layout))
+    kept = fleet.get(fleet.put_model(own, layout), layout)
+    for array in (own.params, own.buffers, own.counters, kept.params):
+        with pytest.raises(ValueError, match="read-only"):
+            array += 1
+    with pytest.raises(codec.NotFiniteError):
+        fleet.put_model(Model(known.params * np.float32(np.inf), known.buffers, known.counters), layout)
+
+
 async def test_tensors_that_nobody_needs_are_forgotten(tmp_path) -> None:
     fleet, layout, first, _ = digits(tmp_path, n=3)
     other = fleet.put({"v": np.zeros(3, np.float32)})
