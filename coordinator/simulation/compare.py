@@ -312,7 +312,9 @@ def _done(runs: Sequence[_Run], jobs: int) -> Iterator[tuple[_Run, RunOutcome]]:
         try:
             waiting = {threads.submit(by_child, run, home): run for run, home in homes.items()}
             while waiting:
-                for future in wait(waiting, LOOK_S, FIRST_COMPLETED).done:
+                wait(waiting, LOOK_S, FIRST_COMPLETED)
+                # one that fails ends its process, of which a later one may complain, too
+                for future in [future for future in waiting if future.done()]:
                     yield waiting.pop(future), future.result()
                 require_wanted()
         except DiedError as error:

@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import wait
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -19,6 +21,7 @@ from coordinator.simulation.compare import Comparison, compare, compare_runs, me
 from coordinator.simulation.outcome import Cost, RunOutcome
 from coordinator.simulation.report import of_comparison, write_results
 from coordinator.simulation.settings import CompareSettings, Scenario
+from fedge.child import Child
 from fedge.errors import ConfigError, StoreError
 from tests.support.comparison import a_comparison, a_run
 
@@ -224,6 +227,44 @@ def test_a_killed_process_ends_the_comparison_and_the_others(tmp_path: Path) -> 
         assert "ended, perhaps for lack of memory: signal 9" in run.stderr.read()
         assert run.wait(timeout=300) == 1
     assert not Path(f"/proc/{other}").exists()
+
+
+FAILING = """
+import time
+from pathlib import Path
+from fedge.errors import ConfigError
+
+def simulate(run: dict[str, str], home: Path) -> None:
+    if run["name"] == "bad":
+        raise ConfigError("no such thing")
+    time.sleep(60)
+"""
+
+
+class Named(msgspec.Struct, frozen=True):
+    """A run that is nothing but its name."""
+
+    name: str
+
+
+@pytest.mark.process
+def test_a_run_that_fails_is_what_the_user_hears_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process ends with it, so the runs that wait for one fail, too, before a busy parent has looked."""
+    (tmp_path / "failing_work.py").write_text(FAILING)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setattr(module, "Child", lambda _: Child("failing_work:simulate"))
+
+    def late(*waiting: Any) -> Any:
+        found = wait(*waiting)
+        time.sleep(0.5)
+        return wait(*waiting) if found.done else found
+
+    monkeypatch.setattr(module, "wait", late)
+    runs = [Named(name) for name in ("long", "bad", *"abcdefgh")]
+    with pytest.raises(ConfigError, match=r"^no such thing$"):
+        list(module._done(runs, 2))  # type: ignore[arg-type]
 
 
 def test_a_method_that_cannot_be_had_is_refused_before_the_others_have_run(tmp_path: Path) -> None:
