@@ -20,12 +20,13 @@ from coordinator.methods.fedavg import FedAvg
 from coordinator.protection import Protection
 from coordinator.simulation.rounds import run
 from edge_agent.worker import Worker
+from fedge.egress import PRESETS, Rules
 from fedge.errors import ConfigError
 from fedge.fixed_point import PARAMS
 from fedge.masking import too_close
-from fedge.messages import BlobRef, Codec
+from fedge.messages import BlobRef, Codec, Why
 from fedge.sgd import Sgd
-from fedge.step import Action, Declined, Unsupported, installed_steps
+from fedge.step import Action, Declined, Reveals, Unsupported, installed_steps
 from fedge.steps.confirm_sum import ConfirmSum
 from fedge.steps.mask_keys import MaskKeys
 from fedge.steps.mask_shares import MaskShares
@@ -407,3 +408,15 @@ def test_what_cannot_be_masked_is_refused_before_the_run(name, options, reason) 
 def test_rules_that_look_at_single_updates_are_refused(rule) -> None:
     with pytest.raises(ConfigError, match="masking shows the server sums alone: take --average mean"):
         make("fedavg", MethodSettings(protection=Protection(average=rule, masking=True)))
+
+
+async def test_who_lets_out_no_update_takes_part_in_masked_sums(tmp_path) -> None:
+    """So that no coordinator has it by asking for plain training instead."""
+    fleet, layout, first = fleet_of(tmp_path)
+    fleet._rules = dict.fromkeys(fleet.workers, Rules(PRESETS["strict"] - {Reveals.UPDATE, Reveals.ACCOUNTED}))
+    plain = await fleet.run("plain", {d.id: order(first) for d in fleet.devices()})
+    assert {getattr(answer.result, "why", None) for answer in plain.values()} == {Why.NOT_ALLOWED}
+    method: Method = make("fedavg", SETTINGS)
+    state = await run(method, method.init(layout, first), fleet)
+    assert state.model != first
+    assert len(state.sums[0]) == 8
