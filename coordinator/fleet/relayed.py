@@ -28,7 +28,7 @@ from fedge.codec import Norms
 from fedge.errors import MALFORMED, ConfigError, ProtocolError
 from fedge.messages import BlobRef, Count, Digest, Id, NonNegative, Outcome, Report, Why, blobs_of
 from fedge.step import Action, Refusal, Result, Reveals, body_of, require
-from fedge.steps.train import Trained
+from fedge.steps.train import Train, Trained
 from fedge.tensors import Layout, Model, from_bytes
 
 log = logging.getLogger("fedge.coordinator")
@@ -255,7 +255,7 @@ class RelayFleet(Fleet):
         report = Report(order_id=via, device_id=device_id, outcome=told.outcome, why=told.why, body=told.body)
         try:
             result = checked(action, report, self.task)
-            if isinstance(result, Trained):
+            if isinstance(result, Trained) and isinstance(action, Train):  # as the relay decides, too
                 norms = told.norms or (math.nan, math.nan)
                 require(all(map(math.isfinite, norms)), "an update without norms")
                 held = StandIn(via=via, update=result.update, norms=norms)
