@@ -19,7 +19,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 
 import msgspec
 import numpy as np
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct
 
 from coordinator import clustering
 from coordinator.aggregation.pooled import pooled_choice, pooled_weights, trial_statistic, wants_split
@@ -80,7 +80,8 @@ class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     `clustering` makes the experts: of the updates; aidc: of the groups; labels: of label features (CFIC section 3).
     `gamma`: server momentum; `rho`: share of the rounds before the trial. `local_pilot`: a tenth of the devices, at
     least ten, fit a local model and decide whether the others do (section 14). `buffer`: updates per step of an
-    asynchronous server (section 4.2); 0: rounds wait for their devices.
+    asynchronous server (section 4.2); 0: rounds wait for their devices. `class_means`: lambda, how strongly training
+    draws features to the device's own class means (section 4.1); 0: not at all.
     """
 
     mode: Literal["mixture", "shift"] = "mixture"
@@ -90,6 +91,7 @@ class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     rho: Annotated[float, Meta(ge=0, le=1)] = 0.4
     local_pilot: bool = False
     buffer: Annotated[int, Meta(ge=0, le=10_000)] = 0
+    class_means: Annotated[float, Meta(ge=0, le=10)] = 0.0
 
     def __post_init__(self) -> None:
         if self.mode == "shift" and self.local_pilot:
@@ -311,13 +313,18 @@ class Fedge(Method[FedgeState]):
         return sorted(i for group in groups for i in uniform(group, cohort_size(len(group), share), rng))
 
     def _order(self, state: FedgeState, device_id: str, r: int, *, measure: bool) -> Train:
-        """`measure`: for the bandits alone. A device that has trained before keeps the initial model, for step 4."""
+        """`measure`: for the bandits alone. A device that has trained before keeps the initial model, for step 4.
+
+        The model of the first round knows nothing, so that its features draw nobody anywhere.
+        """
+        draws = r > 1 and any(info.layer == "head" for info in state.layout.tensors)
         goes_on = self.options.mode == "mixture" and device_id in state.participations
         return Train(
             starts=starts(state, device_id, r),
             sgd=self.settings.sgd,
             codec=self.settings.codec,
             initial=state.initial_model if goes_on else None,
+            class_means=self.options.class_means * draws or UNSET,
             measure=measure,
         )
 

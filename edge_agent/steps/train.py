@@ -13,11 +13,16 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 import numpy as np
+import torch
+from msgspec import UNSET
 
+from edge_agent.class_means import class_means, first_drawn, near_class_means
 from edge_agent.device import Device, FailedError, failed
 from edge_agent.encoding import send_update
 from edge_agent.evaluation import Look, best_of, best_start, look
@@ -26,16 +31,19 @@ from fedge.errors import ProtocolError
 from fedge.messages import BlobRef, Why
 from fedge.models.training import (
     CPU,
+    Loss,
     Stack,
     Trainer,
     accuracies,
     can_stack,
+    cross_entropy,
     joined,
     losses_and_gradient_norms,
     mean_loss,
     mean_losses,
     padded,
     side_by_side,
+    tensor,
 )
 from fedge.sgd import Sgd
 from fedge.step import Declined, Result
@@ -62,10 +70,27 @@ def run(device: Device, action: Train) -> Result:
     start, chosen = best_start(device, action.starts, action.choose)
     before = look(device, start, measure=action.measure)
     x, y = device.data.shared
-    Trainer(device.network, x, y, action.sgd, device.rng()).run(action.sgd.steps_for(len(y)), device.stop)
+    with own_loss(device, action, start) as loss:
+        Trainer(device.network, x, y, action.sgd, device.rng(), loss=loss).run(
+            action.sgd.steps_for(len(y)), device.stop
+        )
     update = device.network.change(start)
     loss_after = mean_loss(device.network, x, y) if action.measure else None
     return report(device, action, chosen, before, loss_after, update)
+
+
+@contextmanager
+def own_loss(device: Device, action: Train, start: Model) -> Iterator[Loss]:
+    """The device's loss; its network has the start's weights."""
+    if action.class_means is UNSET:
+        yield cross_entropy
+        return
+    network = device.network
+    x, y = first_drawn(*device.data.shared, device.rng())
+    features = torch.from_numpy(network.features(start, x))
+    means = class_means(features, torch.from_numpy(y), device.task.n_classes).to(network.processor)
+    with near_class_means(models.head_of(network.module, network.layout), action.class_means) as loss:
+        yield partial(loss, means=means)
 
 
 def learn_split(device: Device, action: Train, start: Model) -> tuple[Model, Tensors]:
@@ -195,11 +220,11 @@ def many(devices: Sequence[Device], actions: Sequence[Train]) -> list[Result | N
 
 def _groups(ready: Sequence[_Ready]) -> Iterator[list[_Ready]]:
     """Group devices that can share a stack: same network, training and measurements; similar sizes, to pad less."""
-    alike: dict[tuple[str, Sgd, int, bool], list[_Ready]] = defaultdict(list)
+    alike: dict[tuple[str, Sgd, int, object, bool], list[_Ready]] = defaultdict(list)
     for one in ready:
         sgd = one.action.sgd
         steps = sgd.steps_for(one.device.data.n_shared)
-        alike[one.device.fingerprint, sgd, steps, one.action.measure].append(one)
+        alike[one.device.fingerprint, sgd, steps, one.action.class_means, one.action.measure].append(one)
     for members in alike.values():
         most = MOST_WEIGHTS if members[0].device.network.processor == CPU else MOST_WEIGHTS_ON_GPU
         n = int(np.clip(most // len(members[0].start.params), 1, MOST_MODELS))
@@ -220,7 +245,8 @@ def _train(group: Sequence[_Ready]) -> list[Result]:
         looks = [replace(look, loss=float(loss), gradient_norm=float(norm)) for look, loss, norm in measured]
     x, y = joined(samples)
     drawn = side_by_side([len(own) for _, own in samples], action.sgd.batch_size, [one.device.rng() for one in group])
-    Trainer(stack, x, y, action.sgd, drawn).run(action.sgd.steps_for(len(samples[0][1])))
+    with _own_losses(group, stack) as loss:
+        Trainer(stack, x, y, action.sgd, drawn, loss=loss).run(action.sgd.steps_for(len(samples[0][1])))
     if everything:
         losses_after = [float(loss) for loss in mean_losses(stack, *everything)]
     updates = stack.changes([one.start for one in group])
@@ -228,6 +254,22 @@ def _train(group: Sequence[_Ready]) -> list[Result]:
         _reported(one, look, loss_after, update)
         for one, look, loss_after, update in zip(group, looks, losses_after, updates, strict=True)
     ]
+
+
+@contextmanager
+def _own_losses(group: Sequence[_Ready], stack: Stack) -> Iterator[Loss]:
+    """`own_loss` for n devices at once."""
+    action, task = group[0].action, group[0].device.task
+    if action.class_means is UNSET:
+        yield cross_entropy
+        return
+    drawn = [first_drawn(*one.device.data.shared, one.device.rng()) for one in group]
+    x, y = (tensor(own, stack.processor) for own in padded(drawn))
+    with torch.inference_mode():
+        means = class_means(stack.features(x), y, task.n_classes)
+    stack.given = (means.clone(),)
+    with near_class_means(models.head_of(stack.module, stack.layout), action.class_means) as loss:
+        yield loss
 
 
 def _reported(one: _Ready, before: Look, loss_after: float | None, update: Model) -> Result:

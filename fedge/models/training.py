@@ -36,9 +36,10 @@ from fedge.stopping import StoppedError, never
 from fedge.task import TaskSpec
 from fedge.tensors import BASE, Layout, Model
 
-Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
-"""Module in training mode, inputs (b, ...), labels (b,) -> mean loss of the batch, a scalar that has a gradient."""
+Loss = Callable[..., Tensor]
+"""Module in training mode, inputs (b, ...), labels (b,) -> mean loss of the batch, a scalar that has a gradient.
 
+Of a stack it is also given, one by one, what the stack's `given` holds for the model."""
 Part = Literal["all", "base", "head"]
 """Which weights learn: all, the head (the last linear layer), or the base (everything else)."""
 CHUNK: Final = 512
@@ -182,13 +183,15 @@ class Network:
 class Stack:
     """n models of a network without buffers, side by side: `weights` and `gradient` are (n, d), one model per row.
 
-    Inputs are (n, b, ...), labels (n, b): b samples per model.
+    Inputs are (n, b, ...), labels (n, b): b samples per model. `given`: tensors (n, ...) for the loss, one row per
+    model.
     """
 
     def __init__(self, network: Network, starts: Sequence[Model]) -> None:
         self.module = network.module
         self.layout = network.layout
         self.processor = network.processor
+        self.given: tuple[Tensor, ...] = ()
         self.weights = tensor(np.stack([start.params for start in starts]), self.processor)
         self.gradient = torch.zeros_like(self.weights)
         self._leaf = self.weights.detach().requires_grad_()  # the same numbers, with a gradient
@@ -207,7 +210,15 @@ class Stack:
 
     def backward(self, loss: Loss, x: Tensor, y: Tensor) -> None:
         """Add the gradients of each model's loss to its row of `gradient`."""
-        self._call(Objective(self.module, loss), "module.", x, y).sum().backward()  # type: ignore[no-untyped-call]
+        self._call(Objective(self.module, loss), "module.", x, y, *self.given).sum().backward()  # type: ignore[no-untyped-call]
+
+    def features(self, x: Tensor) -> Tensor:
+        """The heads' inputs, (n, b, D).
+
+        Raises:
+            ConfigError: the network has no head.
+        """
+        return self._call(Features(self.module, self.layout), "module.", x)
 
     def outputs(self, x: Tensor) -> Tensor:
         """Logits (n, b, C)."""
@@ -234,9 +245,22 @@ class Objective(nn.Module):
         self.module = module
         self._loss = loss
 
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+    def forward(self, x: Tensor, y: Tensor, *given: Tensor) -> Tensor:
         """Loss of a batch."""
-        return self._loss(self.module, x, y)
+        return self._loss(self.module, x, y, *given)
+
+
+class Features(nn.Module):
+    """The head's input as a module, for the same reason."""
+
+    def __init__(self, module: nn.Module, layout: Layout) -> None:
+        super().__init__()
+        self.module = module
+        self._layout = layout
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Features of a batch, (b, D)."""
+        return models.features_and_logits(self.module, x, self._layout)[0]
 
 
 @lru_cache(maxsize=_SHARED)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Annotated, ClassVar, Final, Literal, Self
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from fedge.errors import ConfigError, ProtocolError
 from fedge.messages import BlobRef, Codec, Count, NonNegative, Share
@@ -63,7 +63,8 @@ class Train(Action, frozen=True, kw_only=True):
     `personal`: the layers that stay on the device (FedPer: the head; LG-FedAvg: all but the head; FedBN: the
     normalisation). The others travel: those of the starts and of the update. The personal layers are those kept in the
     previous round, at first those of `initial`; without any, `initial` is only kept for a later order. `head_steps`:
-    the head first learns alone for this long, then the base alone (FedRep); 0: together.
+    the head first learns alone for this long, then the base alone (FedRep); 0: together. `class_means`: weight of the
+    features' distance to the device's own class means (fedge.md section 4.1), where nothing is personal.
     """
 
     STEP: ClassVar = "train"
@@ -75,6 +76,7 @@ class Train(Action, frozen=True, kw_only=True):
     personal: Selector = ()
     initial: BlobRef | None = None  # all tensors; None: the network's own code initialises personal layers
     head_steps: Count = 0
+    class_means: Annotated[float, Meta(gt=0)] | UnsetType = UNSET
     measure: bool = True  # whether to measure losses and the gradient's norm: as much work as an epoch
 
     def passes(self, n_shared: int, n_train: int, n_val: int) -> float:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from msgspec import UNSET
 from torch import nn
 
 from edge_agent import batched
@@ -145,9 +146,10 @@ def alone(monkeypatch):
     return seen
 
 
-def test_a_stack_trains_what_each_worker_trains_whatever_the_sizes(tmp_path, alone):
+@pytest.mark.parametrize("class_means", [UNSET, 2.0])
+def test_a_stack_trains_what_each_worker_trains_whatever_the_sizes(tmp_path, alone, class_means):
     here = Federation(MLP, tmp_path)
-    action = here.train()
+    action = here.train(class_means=class_means)
     found = execute(here.jobs(action))
     assert alone == ["d6"]  # it has nothing to train on and says so itself
     for job, outcome in zip(here.jobs(action), found, strict=True):

@@ -6,6 +6,7 @@ import json
 import msgspec
 import numpy as np
 import pytest
+from msgspec import UNSET
 
 from benchmarks import default_method
 from coordinator.fleet import Device, require_sendable
@@ -43,7 +44,7 @@ from fedge.messages import Codec, Role
 from fedge.sgd import Sgd
 from fedge.steps.fit_candidates import CandidatesFitted
 from fedge.steps.train import Start, Train, Trained
-from fedge.tensors import Model, flatten, from_bytes, unflatten
+from fedge.tensors import Layout, Model, flatten, from_bytes, unflatten
 from tests.support.simulation import Fleet, digits, manifests, predicted, rounds
 from tests.support.simulation import roles as roles_of
 
@@ -99,6 +100,21 @@ async def test_an_unresponsive_round_changes_neither_model_nor_velocity(tmp_path
     before = await rounds(method, method.init(layout, first), fleet, 2)
     fleet.unresponsive = frozenset(device.id for device in fleet.devices())
     assert (await rounds(method, before, fleet, 1)).shared == before.shared
+
+
+async def test_own_class_means_are_asked_for_from_the_second_round_on(tmp_path) -> None:
+    """Section 4.1: not in the first, whose model knows nothing; nor by default, nor without a head."""
+    _, layout, first, _ = digits(tmp_path, n=4, limit=160)
+
+    def asked(method: Fedge, layout: Layout) -> list[object]:
+        state = method.init(layout, first)
+        return [method._order(state, "d00", r, measure=False).class_means for r in (1, 2, 9)]
+
+    drawn = Fedge(msgspec.structs.replace(EXACT, options={"class_means": 0.1}))
+    assert asked(drawn, layout) == [UNSET, 0.1, 0.1]
+    assert asked(Fedge(EXACT), layout) == [UNSET] * 3
+    headless = Layout(tensors=tuple(msgspec.structs.replace(info, layer="") for info in layout.tensors))
+    assert asked(drawn, headless) == [UNSET] * 3
 
 
 # -------------------------------------------------------------------------------------- asynchronous rounds

@@ -20,7 +20,7 @@ from fedge import codec, models
 from fedge.messages import BlobRef, Codec, Why
 from fedge.models.training import Network, Trainer, mean_loss
 from fedge.sgd import Sgd
-from fedge.step import Declined, Failed, Result
+from fedge.step import Declined, Failed, Result, body_of
 from fedge.steps.install import Install, Installed
 from fedge.steps.train import Start, Train, Trained
 from fedge.steps.train_dbe import TrainDbe
@@ -39,8 +39,10 @@ from tests.support.orders import (
     device,
     device_data,
     manifest_of,
+    mixed_data,
     order,
     part_of,
+    samples,
     worker,
 )
 
@@ -545,3 +547,46 @@ def test_stop_ends_the_work_between_batches_and_nothing_is_kept(tmp_path: Path, 
     with pytest.raises(StoppedError):
         worker(tmp_path).execute(order(action), blobs, stop=lambda: next(asked))
     assert store_of(tmp_path) == {}
+
+
+# --------------------------------------------------------------------------------------------------- own class means
+
+
+def test_own_class_means_hold_features_back(tmp_path: Path, blobs: Blobs) -> None:
+    """The stronger, the nearer to where the start has them; gently, the update is nearly the one without."""
+    own, start = worker(tmp_path), models.initial(TASK, 1)[1]
+    x, y = own.data.shared
+    network = Network(TASK)
+    before = network.features(start, x)
+    centres = np.stack([before[y == c].mean(axis=0) for c in range(3)])[y]
+
+    def distance(**changes: Any) -> float:
+        update = update_of(own.execute(order(plain(blobs, codec=Codec.FLOAT32, **changes)), blobs))
+        after = Model(start.params + update.params, start.buffers, start.counters)
+        return float(np.square(network.features(after, x) - centres).mean())
+
+    without, little, much = distance(), distance(class_means=1e-6), distance(class_means=1.0)
+    assert little == pytest.approx(without, rel=1e-4)
+    assert much < 0.9 * without
+
+
+def test_class_means_of_one_sample_each_change_no_first_step(tmp_path: Path, blobs: Blobs) -> None:
+    """Each feature is its class's mean still: the pull begins with the second step."""
+    data = mixed_data(samples(3, 1), samples(8, 2))
+    for steps in (1, 2):
+        found = [
+            update_of(worker(tmp_path, data).execute(order(plain(blobs, codec=Codec.FLOAT32, **changes)), blobs)).params
+            for changes in ({"sgd": Sgd(steps=steps)}, {"sgd": Sgd(steps=steps), "class_means": 1.0})
+        ]
+        assert np.allclose(*found, atol=1e-6) == (steps == 1)
+
+
+def test_without_class_means_an_order_has_the_bytes_of_one_that_does_not_know_them(blobs: Blobs) -> None:
+    """And who does not know them reads an order with them as one without."""
+    names = [name for name in Train.__struct_fields__ if name != "class_means"]
+    old = msgspec.defstruct("Old", [(name, Any) for name in names if name != "weights"], kw_only=True)
+    action = plain(blobs)
+    fields = msgspec.msgpack.decode(body_of(action))
+    assert list(fields) == [name for name in names if name != "weights"]
+    known = msgspec.msgpack.decode(body_of(msgspec.structs.replace(action, class_means=0.1)), type=old)
+    assert msgspec.msgpack.encode(known) == body_of(action)
