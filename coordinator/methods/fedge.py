@@ -91,7 +91,7 @@ class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     rho: Annotated[float, Meta(ge=0, le=1)] = 0.4
     local_pilot: bool = False
     buffer: Annotated[int, Meta(ge=0, le=10_000)] = 0
-    class_means: Annotated[float, Meta(ge=0, le=10)] = 0.0
+    class_means: Annotated[float, Meta(ge=0, le=1)] = 0.0
 
     def __post_init__(self) -> None:
         if self.mode == "shift" and self.local_pilot:

@@ -23,6 +23,7 @@ def test_by_default_the_learning_rate_and_the_options_with_bounds_are_searched()
         "learning_rate": Range(low=0.003, high=0.3),
         "gamma": Range(low=0, high=0.99),  # below 1
         "rho": Range(low=0, high=1),
+        "class_means": Range(low=0, high=1),
     }
 
 
