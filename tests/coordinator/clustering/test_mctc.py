@@ -123,6 +123,14 @@ def test_updates_of_very_many_clients_are_projected(monkeypatch):
     assert 0 < np.abs(mctc.similarity(z) - exact).max() < 6 / 256**0.5
 
 
+def test_rows_made_at_a_time_change_nothing(monkeypatch):
+    z = mctc.embedding(updates_of(7, 23))
+    whole = mctc.mctc(z)
+    monkeypatch.setattr(mctc, "ROWS", 5)
+    monkeypatch.setattr(mctc, "PAIRS", 7)
+    assert mctc.mctc(z) == whole
+
+
 def test_a_fleet_that_is_worked_on_in_parts_gets_what_the_whole_would_give():
     z = mctc.embedding(updates_of(7, 1500))
     sim = mctc.similarity(z)
