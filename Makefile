@@ -36,7 +36,7 @@ docs: $(BIN)/fedge  ## the documents as a site, into build/site
 test: $(BIN)/fedge  ## the unit tests, one run over each broker and one fault of each kind: about 5 minutes on two cores
 	$(PYTEST) -n $(shell nproc) -m "$(QUICK)"
 
-test-all: test  ## `make test`, then every other test: about 21 minutes on two cores
+test-all: test  ## `make test`, then every other test: about 20 minutes on two cores
 	$(PYTEST) -n $(shell expr 2 '*' $$(nproc)) -m "not ($(QUICK))"
 
 coverage: $(BIN)/fedge  ## branch coverage of the unit tests
