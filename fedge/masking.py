@@ -43,7 +43,7 @@ import hashlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Annotated, Final
+from typing import Annotated, Final, TypeVar
 
 import msgspec
 from cryptography.exceptions import InvalidSignature, InvalidTag
@@ -58,13 +58,15 @@ from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from fedge import fixed_point
-from fedge.errors import ProtocolError
+from fedge.errors import MALFORMED, ProtocolError
 from fedge.fixed_point import Summand
 from fedge.messages import BlobRef, Id, Order
 from fedge.sealed import Plain, Signed
 from fedge.steps.mask_keys import KeysMade, Proof, PublicKey, Signature
 from fedge.steps.mask_shares import MAX_COHORT, Position
 from fedge.tensors import Layout, digest_of
+
+T = TypeVar("T")
 
 DEGREE: Final = 80
 """k, neighbours of a device in a cohort of more than 81. If a tenth of a cohort of 1,000 (10,000) conspires with the
@@ -221,6 +223,13 @@ _positions: Final = msgspec.msgpack.Decoder(Annotated[tuple[Position, ...], Meta
 _signatures: Final = msgspec.msgpack.Decoder(Annotated[dict[Position, Signature], Meta(max_length=MAX_COHORT)])
 
 
+def _decoded(decoder: msgspec.msgpack.Decoder[T], data: bytes, what: str) -> T:
+    try:
+        return decoder.decode(data)
+    except MALFORMED as error:
+        raise ProtocolError("malformed", f"no {what}: {error}") from error
+
+
 def write_roster(members: Iterable[Member]) -> bytes:
     """Serialise the roster."""
     return msgspec.msgpack.encode(sorted(members, key=lambda member: member.id))
@@ -232,10 +241,7 @@ def read_roster(data: bytes) -> Roster:
     Raises:
         ProtocolError: `malformed`: not a roster, or it names a device or a key twice.
     """
-    try:
-        members = _members.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ProtocolError("malformed", f"no roster: {error}") from error
+    members = _decoded(_members, data, "roster")
     ids = [member.id for member in members]
     if ids != sorted(set(ids)) or len({key for member in members for key in member.keys}) != 3 * len(members):
         raise ProtocolError("malformed", "a roster that names a device or a key twice")
@@ -253,10 +259,7 @@ def read_positions(data: bytes, roster: Roster) -> tuple[int, ...]:
     Raises:
         ProtocolError: `malformed`: no positions, or not in the roster, or not written like that.
     """
-    try:
-        found: tuple[int, ...] = _positions.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ProtocolError("malformed", f"no positions: {error}") from error
+    found: tuple[int, ...] = _decoded(_positions, data, "positions")
     if data != write_positions(set(found)) or found[-1:] > (len(roster.members) - 1,):
         raise ProtocolError("malformed", "positions that are not in the roster, or not ascending")
     return found
@@ -273,11 +276,7 @@ def read_signatures(data: bytes) -> dict[int, bytes]:
     Raises:
         ProtocolError: `malformed`.
     """
-    try:
-        found: dict[int, bytes] = _signatures.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ProtocolError("malformed", f"no signatures: {error}") from error
-    return found
+    return _decoded(_signatures, data, "signatures")
 
 
 def _sum_of(order: Order, session: str) -> str:

@@ -29,7 +29,8 @@ def run(device: Device, action: Unmask) -> Result:
     if reason := roster.disputed(confirmed.summed, roster.signers(confirmed.statement, signatures)):
         raise FailedError(reason)
     shares = {k: roster.unseal(session.encryption, k, own, sealed) for k, sealed in mine.shares.items()}
+    summed = set(confirmed.summed)
     return Unmasked(
-        seeds={k: share[_SEED] for k, share in shares.items() if share is not None and k in confirmed.summed},
-        keys={k: share[_KEY] for k, share in shares.items() if share is not None and k not in confirmed.summed},
+        seeds={k: share[_SEED] for k, share in shares.items() if share is not None and k in summed},
+        keys={k: share[_KEY] for k, share in shares.items() if share is not None and k not in summed},
     )
