@@ -167,6 +167,21 @@ def test_what_is_frozen_stands_still_in_training(file: Path) -> None:
     assert {name for name, layer in module.named_modules() if isinstance(layer, StillNorm)} == NORMS
 
 
+def test_an_adapter_trains_what_it_evaluates(file: Path) -> None:
+    """In training B A x is added to W x, in evaluation B A to W; outputs and gradients agree."""
+    network, _, after = trained(with_network(TASK, None, file, "lora:2"))
+    network.load(after)
+    x, found = torch.from_numpy(inputs()), []
+    for training in (False, True):
+        network.module.train(training)
+        network.gradient.zero_()
+        out = network.outputs(x)
+        (out**2).sum().backward()  # type: ignore[no-untyped-call]
+        found.append((out.detach(), network.gradient.clone()))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+    assert found[0][1].abs().max() > 0.01
+
+
 def test_a_norm_that_stands_still_is_batch_norm_in_evaluation() -> None:
     norm = nn.BatchNorm2d(4).train()
     with torch.no_grad():
