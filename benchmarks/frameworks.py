@@ -94,7 +94,9 @@ class Work:
         def rounds_of(steps: int) -> list[float]:
             fleet = SimulatedFleet(self.task, layout, workers, seed=0)
             sgd = Sgd(steps=steps, batch_size=BATCH)
-            method = make("fedavg", MethodSettings(rounds=self.plan.rounds, sgd=sgd, codec=Codec.FLOAT32))
+            method = make(
+                "fedavg", MethodSettings(rounds=self.plan.rounds, sgd=sgd, codec=Codec.FLOAT32, down="float32")
+            )
             state = method.init(layout, fleet.put(unflatten(first, layout)))
             ends: list[float] = []
             asyncio.run(run(method, state, fleet, lambda _: ends.append(time.perf_counter()), self.plan.rounds))

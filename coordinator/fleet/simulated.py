@@ -430,12 +430,13 @@ class SimulatedFleet(Fleet):
 
     def put_model(self, model: Model, layout: Layout) -> BlobRef:
         """Keep a model in memory, unencoded, since nobody else reads it; from now on it is read-only."""
-        norms, pieces = codec.norms_of(model), to_pieces(unflatten(model, layout))
+        measured, pieces = codec.threads().submit(codec.norms_of, model), to_pieces(unflatten(model, layout))
+        ref = BlobRef(digest=digest_of(*pieces), size_bytes=sum(map(len, pieces)))
+        norms = measured.result()
         if not all(map(math.isfinite, norms)):
             raise codec.NotFiniteError("a model holds numbers that are not finite")
         for vector in (model.params, model.buffers, model.counters):
             vector.flags.writeable = False
-        ref = BlobRef(digest=digest_of(*pieces), size_bytes=sum(map(len, pieces)))
         self._blobs[ref.digest] = Unpacked(model, layout, norms)
         return ref
 

@@ -129,14 +129,13 @@ class Network:
 
     def load(self, model: Model) -> None:
         """Load a model's weights, in evaluation mode."""
-        with torch.no_grad():
-            self.weights.copy_(tensor(model.params))
-            for tensors, vector in ((self._buffers, model.buffers), (self._counters, model.counters)):
-                start = 0
-                for own in tensors:
-                    end = start + own.numel()
-                    own.copy_(tensor(vector[start:end]).view(own.shape))
-                    start = end
+        _fill(self.weights, model.params)
+        for tensors, vector in ((self._buffers, model.buffers), (self._counters, model.counters)):
+            start = 0
+            for own in tensors:
+                end = start + own.numel()
+                _fill(own, vector[start:end])
+                start = end
         _evaluating(self.module)
 
     def dump(self) -> Model:
@@ -364,6 +363,14 @@ def shared_network(task: TaskSpec, fingerprint: str, processor: torch.device = C
             networks.popitem(last=False)
     networks.move_to_end(key)
     return networks[key]
+
+
+def _fill(own: Tensor, numbers: NDArray[np.generic]) -> None:
+    """Overwrite a tensor that has no gradient. Torch would first copy an array that is read-only."""
+    if own.device == CPU:
+        np.copyto(own.numpy(), numbers.reshape(own.shape))
+    else:
+        own.copy_(tensor(numbers).view(own.shape))
 
 
 def tensor(array: NDArray[np.generic], processor: torch.device = CPU) -> Tensor:
