@@ -69,6 +69,7 @@ MAX_CLUSTERS = 8  # K, section 5
 CLUSTERING = 3  # rounds of an asynchronous run that ask everybody and wait, the last one that of the trial
 LOOKUP_EVERY = 5  # rounds between two look-ups of the primary expert, section 5
 PILOTS, PILOT_SHARE = 10, 0.1  # at least so many devices, and so many of all, section 14
+CLASS_MEANS = 0.1  # lambda in a network of convolutions, section 4.1
 A0 = 10.0  # shrinkage of the weights that are pooled, samples, section 8
 ENOUGH_VALIDATION = 30  # samples in the whole federation below which nothing is pooled, section 12
 
@@ -81,7 +82,8 @@ class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     `gamma`: server momentum; `rho`: share of the rounds before the trial. `local_pilot`: a tenth of the devices, at
     least ten, fit a local model and decide whether the others do (section 14). `buffer`: updates per step of an
     asynchronous server (section 4.2); 0: rounds wait for their devices. `class_means`: lambda, how strongly training
-    draws features to the device's own class means (section 4.1); 0: not at all.
+    draws features to the device's own class means (section 4.1); by default 0.1 in a network of
+    convolutions without running statistics, else 0.
     """
 
     mode: Literal["mixture", "shift"] = "mixture"
@@ -91,7 +93,7 @@ class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     rho: Annotated[float, Meta(ge=0, le=1)] = 0.4
     local_pilot: bool = False
     buffer: Annotated[int, Meta(ge=0, le=10_000)] = 0
-    class_means: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    class_means: Annotated[float, Meta(ge=0, le=1)] | None = None
 
     def __post_init__(self) -> None:
         if self.mode == "shift" and self.local_pilot:
@@ -313,20 +315,26 @@ class Fedge(Method[FedgeState]):
         return sorted(i for group in groups for i in uniform(group, cohort_size(len(group), share), rng))
 
     def _order(self, state: FedgeState, device_id: str, r: int, *, measure: bool) -> Train:
-        """`measure`: for the bandits alone. A device that has trained before keeps the initial model, for step 4.
-
-        The model of the first round knows nothing, so that its features draw nobody anywhere.
-        """
-        draws = r > 1 and any(info.layer == "head" for info in state.layout.tensors)
+        """`measure`: for the bandits alone. A device that has trained before keeps the initial model, for step 4."""
         goes_on = self.options.mode == "mixture" and device_id in state.participations
         return Train(
             starts=starts(state, device_id, r),
             sgd=self.settings.sgd,
             codec=self.settings.codec,
             initial=state.initial_model if goes_on else None,
-            class_means=self.options.class_means * draws or UNSET,
+            class_means=self._class_means(state.layout, r) or UNSET,
             measure=measure,
         )
+
+    def _class_means(self, layout: Layout, r: int) -> float:
+        """Lambda of section 4.1. The model of the first round knows nothing: its features draw nobody anywhere."""
+        if r <= 1 or all(info.layer != "head" for info in layout.tensors):
+            return 0.0
+        asked: float | None = self.options.class_means
+        if asked is not None:
+            return asked
+        convolutions = any(len(info.shape) > 2 for info in layout.of_kind("param"))
+        return CLASS_MEANS if convolutions and not layout.of_kind("buffer") else 0.0
 
     async def _split(self, state: FedgeState, fleet: Fleet, r: int) -> FedgeState:
         """Section 5: clusters of the mean unit updates; experts if the trial or the option `split` decides so."""

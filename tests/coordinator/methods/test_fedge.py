@@ -44,7 +44,7 @@ from fedge.messages import Codec, Role
 from fedge.sgd import Sgd
 from fedge.steps.fit_candidates import CandidatesFitted
 from fedge.steps.train import Start, Train, Trained
-from fedge.tensors import Layout, Model, flatten, from_bytes, unflatten
+from fedge.tensors import Layout, Model, TensorInfo, flatten, from_bytes, unflatten
 from tests.support.simulation import Fleet, digits, manifests, predicted, rounds
 from tests.support.simulation import roles as roles_of
 
@@ -103,7 +103,7 @@ async def test_an_unresponsive_round_changes_neither_model_nor_velocity(tmp_path
 
 
 async def test_own_class_means_are_asked_for_from_the_second_round_on(tmp_path) -> None:
-    """Section 4.1: not in the first, whose model knows nothing; nor by default, nor without a head."""
+    """Section 4.1: not in the first, whose model knows nothing, nor without a head; by default with convolutions."""
     _, layout, first, _ = digits(tmp_path, n=4, limit=160)
 
     def asked(method: Fedge, layout: Layout) -> list[object]:
@@ -113,6 +113,12 @@ async def test_own_class_means_are_asked_for_from_the_second_round_on(tmp_path) 
     drawn = Fedge(msgspec.structs.replace(EXACT, options={"class_means": 0.1}))
     assert asked(drawn, layout) == [UNSET, 0.1, 0.1]
     assert asked(Fedge(EXACT), layout) == [UNSET] * 3
+    kernel = TensorInfo(name="conv", shape=(4, 1, 3, 3), layer="conv")
+    convolutional = Layout(tensors=(kernel, *layout.tensors))
+    assert asked(Fedge(EXACT), convolutional) == [UNSET, 0.1, 0.1]
+    mean = TensorInfo(name="norm.running_mean", shape=(4,), layer="norm", kind="buffer")
+    assert asked(Fedge(EXACT), Layout(tensors=(*convolutional.tensors, mean))) == [UNSET] * 3
+    assert asked(Fedge(msgspec.structs.replace(EXACT, options={"class_means": 0})), convolutional) == [UNSET] * 3
     headless = Layout(tensors=tuple(msgspec.structs.replace(info, layer="") for info in layout.tensors))
     assert asked(drawn, headless) == [UNSET] * 3
 
