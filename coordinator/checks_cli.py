@@ -26,15 +26,15 @@ MANY: Final = 2000
 class CheckSettings(Struct, frozen=True, kw_only=True):
     """Section [check] of the configuration."""
 
-    task: Annotated[str, Meta(description="As of `fedge simulate` and `fedge coordinator`; also a .json.")]
-    data: Annotated[Path | None, Meta(description="Samples, as a simulation or a device would read them.")] = None
+    task: Annotated[str, "As of `fedge simulate` and `fedge coordinator`; also a .json."]
+    data: Annotated[Path | None, "Samples, as a simulation or a device would read them."] = None
     model: ModelName = None
     weights: Weights = None
     adapt: Adapt = None
-    method: Annotated[str, Meta(description="Some methods ask more of a network than others.")] = "fedge"
+    method: Annotated[str, "Some methods ask more of a network than others."] = "fedge"
     ram_gb: Annotated[
         Annotated[float, Meta(gt=0)] | None,
-        Meta(description="Memory that is free on your devices; by default usual boards are compared."),
+        "Memory that is free on your devices; by default usual boards are compared.",
     ] = None
     allow: Allow = ""
 

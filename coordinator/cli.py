@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Annotated, Any, Final
 
 import click
-from msgspec import Meta
 
 from coordinator.fleet.mqtt import outdated
 from coordinator.options import check, method_options, resolve_options
@@ -210,9 +209,9 @@ class Progress:
 class StatusSettings(Credentials, frozen=True, kw_only=True):
     """Section [status] of the configuration."""
 
-    home: Annotated[Path, Meta(description="Folder of a coordinator on this machine.")] | None = None
-    broker: Annotated[str, Meta(description="Ask a broker instead, HOST:PORT: shows the devices only.")] | None = None
-    federation: Annotated[str, Meta(description="Name of the federation, with --broker.")] | None = None
+    home: Annotated[Path | None, "Folder of a coordinator on this machine."] = None
+    broker: Annotated[str | None, "Ask a broker instead, HOST:PORT: shows the devices only."] = None
+    federation: Annotated[str | None, "Name of the federation, with --broker."] = None
 
 
 @click.command()

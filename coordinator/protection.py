@@ -27,26 +27,23 @@ Guard = Literal[
 (`coordinator.fleet.update_norms`); DP-SGD on the devices; masked sums. top-k is no guard but the codec top1+zstd, which
 does not go with all of them."""
 
-AverageRule = Annotated[
-    Rule,
-    Meta(description="How updates are averaged; clipped: none is longer than twice the cohort's median."),
-]
+AverageRule = Annotated[Rule, "How updates are averaged; clipped: none is longer than twice the cohort's median."]
 HostileShare = Annotated[
-    float, Meta(ge=0, lt=0.5, description="Share of a cohort that trimmed-mean and multi-krum take to be hostile.")
+    float, Meta(ge=0, lt=0.5), "Share of a cohort that trimmed-mean and multi-krum take to be hostile."
 ]
 DpEpsilon = Annotated[
     Annotated[float, Meta(gt=0, le=10_000)] | None,
-    Meta(description="Differential privacy: what the whole run may tell of a sample, epsilon; noise by device."),
+    "Differential privacy: what the whole run may tell of a sample, epsilon; noise by device.",
 ]
 DpNoise = Annotated[
     Annotated[float, Meta(gt=0, le=1e6)] | None,
-    Meta(description="Differential privacy with this noise instead: standard deviation over --dp-clip, in each step."),
+    "Differential privacy with this noise instead: standard deviation over --dp-clip, in each step.",
 ]
-DpDelta = Annotated[float, Meta(gt=0, lt=1, description="Delta of --dp-epsilon: below 1 / samples of a device.")]
-DpClip = Annotated[float, Meta(gt=0, le=1e6, description="The most that a sample counts in a step: L2 norm.")]
-Masking = Annotated[bool, Meta(description="The server sees sums of updates alone, no single one (docs/privacy.md).")]
+DpDelta = Annotated[float, Meta(gt=0, lt=1), "Delta of --dp-epsilon: below 1 / samples of a device."]
+DpClip = Annotated[float, Meta(gt=0, le=1e6), "The most that a sample counts in a step: L2 norm."]
+Masking = Annotated[bool, "The server sees sums of updates alone, no single one (docs/privacy.md)."]
 MinCohort = Annotated[
-    int, Meta(ge=2, description="Devices that a masked sum covers at least, and by which two sums of a run differ.")
+    int, Meta(ge=2), "Devices that a masked sum covers at least, and by which two sums of a run differ."
 ]
 """Settings that the commands share."""
 

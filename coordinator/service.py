@@ -46,7 +46,7 @@ from coordinator.tracking import MLflow, TensorBoard
 from coordinator.watch import read_summary
 from fedge import weights
 from fedge.codec import encode
-from fedge.config import Name, Secret
+from fedge.config import Duration, Name, Secret
 from fedge.credentials import Credentials
 from fedge.errors import ConfigError, StoreError
 from fedge.files import write_atomically
@@ -86,63 +86,45 @@ METHOD_NAMES: Final = ", ".join(installed_methods())
 class CoordinatorSettings(Credentials, frozen=True, kw_only=True):
     """Section [coordinator] of the configuration."""
 
-    broker: Annotated[str, Meta(description="MQTT broker, HOST:PORT.")]
-    federation: Annotated[Name, Meta(description="Name of the federation.")]
-    home: Annotated[Path, Meta(description="Folder of the durable state. One coordinator each.")]
-    store: (
-        Annotated[
-            Secret,
-            Meta(description="postgresql://USER:PASSWORD@HOST/DATABASE, for all but tensors; default: HOME/store.db."),
-        ]
-        | None
-    ) = None
-    blobs: (
-        Annotated[
-            str, Meta(description="s3://BUCKET/FOLDER for the tensors, for several machines; default: HOME/blobs.")
-        ]
-        | None
-    ) = None
+    broker: Annotated[str, "MQTT broker, HOST:PORT."]
+    federation: Annotated[Name, "Name of the federation."]
+    home: Annotated[Path, "Folder of the durable state. One coordinator each."]
+    store: Annotated[
+        Secret | None, "postgresql://USER:PASSWORD@HOST/DATABASE, for all but tensors; default: HOME/store.db."
+    ] = None
+    blobs: Annotated[str | None, "s3://BUCKET/FOLDER for the tensors, for several machines; default: HOME/blobs."] = (
+        None
+    )
     task: TaskName
-    data: (
-        Annotated[Path, Meta(description="Samples of all classes that describe an image-folder or arrays task.")] | None
-    ) = None
+    data: Annotated[Path | None, "Samples of all classes that describe an image-folder or arrays task."] = None
     model: ModelName = None
     weights: Weights = None
     adapt: Adapt = None
     allow: Allow = ""
     role: Annotated[
         Literal["all", "intake", "blobs"],
-        Meta(description="intake, blobs: one more process beside a coordinator, with the same settings."),
+        "intake, blobs: one more process beside a coordinator, with the same settings.",
     ] = "all"
-    method: Annotated[str, Meta(description=f"{METHOD_NAMES}; NAME+ft: fine-tuned at the end.")] = "fedge"
-    server_data: (
-        Annotated[
-            Path,
-            Meta(description="Labelled samples of the server, for fedcoe and fedepc: an .npz or a folder of images."),
-        ]
-        | None
-    ) = None
+    method: Annotated[str, f"{METHOD_NAMES}; NAME+ft: fine-tuned at the end."] = "fedge"
+    server_data: Annotated[
+        Path | None, "Labelled samples of the server, for fedcoe and fedepc: an .npz or a folder of images."
+    ] = None
     late_joiners: Annotated[
-        bool, Meta(description="Stay after the last round and give new devices a bundle (fedge, fedcoe), until Ctrl-C.")
+        bool, "Stay after the last round and give new devices a bundle (fedge, fedcoe), until Ctrl-C."
     ] = False
     rounds: methods.Rounds = DEFAULT.rounds
-    devices: Annotated[int, Meta(ge=1, description="Devices to wait for before round 1.")] = 1
+    devices: Annotated[int, Meta(ge=1), "Devices to wait for before round 1."] = 1
     participation: methods.Participation = DEFAULT.participation
     deadline_s: Annotated[
-        float,
-        Meta(
-            gt=0,
-            description="Least time for one step of a round. A device known to need longer gets longer, and one of "
-            "unknown speed five times as long for a bundle.",
-            extra={"unit": "s"},
-        ),
+        Duration,
+        "Least time for one step of a round. A device known to need longer gets longer, and one of "
+        "unknown speed five times as long for a bundle.",
     ] = 60.0
     min_reports: methods.MinReports = DEFAULT.min_reports
     keep_rounds: Annotated[
-        int,
-        Meta(ge=RECALLED_ROUNDS, description="Rounds whose devices, orders and reports stay in the store, for audits."),
+        int, Meta(ge=RECALLED_ROUNDS), "Rounds whose devices, orders and reports stay in the store, for audits."
     ] = RECALLED_ROUNDS
-    seed: Annotated[int, Meta(ge=0, description="Of all random numbers.")] = 0
+    seed: Annotated[int, Meta(ge=0), "Of all random numbers."] = 0
     local_steps: methods.LocalSteps = DEFAULT.sgd.steps
     local_epochs: methods.LocalEpochs = None
     batch_size: methods.BatchSize = DEFAULT.sgd.batch_size
@@ -151,9 +133,7 @@ class CoordinatorSettings(Credentials, frozen=True, kw_only=True):
     weight_decay: methods.WeightDecay = DEFAULT.sgd.weight_decay
     codec: methods.Encoding = DEFAULT.codec
     down: methods.Down = DEFAULT.down
-    readmit: Annotated[
-        str, Meta(description="Devices that leave quarantine now, comma-separated: their evidence is forgotten.")
-    ] = ""
+    readmit: Annotated[str, "Devices that leave quarantine now, comma-separated: their evidence is forgotten."] = ""
     average: protection.AverageRule = DEFAULT.protection.average
     hostile: protection.HostileShare = DEFAULT.protection.hostile
     dp_epsilon: protection.DpEpsilon = DEFAULT.protection.dp_epsilon
@@ -162,12 +142,12 @@ class CoordinatorSettings(Credentials, frozen=True, kw_only=True):
     dp_clip: protection.DpClip = DEFAULT.protection.dp_clip
     masking: protection.Masking = DEFAULT.protection.masking
     min_cohort: protection.MinCohort = DEFAULT.protection.min_cohort
-    ui: Annotated[str, Meta(description="Show the federation in a browser at HOST:PORT (`fedge ui`).")] | None = None
+    ui: Annotated[str | None, "Show the federation in a browser at HOST:PORT (`fedge ui`)."] = None
     tensorboard: TensorBoard = None
     mlflow: MLflow = None
-    train_on: Annotated[
-        Processor, Meta(description="What trains and asks networks of the server's own (fedcoe): cpu or cuda.")
-    ] = Processor.CPU
+    train_on: Annotated[Processor, "What trains and asks networks of the server's own (fedcoe): cpu or cuda."] = (
+        Processor.CPU
+    )
 
     def for_method(self, options: Mapping[str, Option] = NO_OPTIONS, last: int | None = None) -> MethodSettings:
         """The settings for the method; `options` are its own, `last` as in `MethodSettings`."""

@@ -12,8 +12,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, Final
 
-from msgspec import Meta
-
 from fedge.errors import ConfigError
 from fedge.loading import needs
 
@@ -31,8 +29,8 @@ QUIET: Final = {
 }
 
 
-TensorBoard = Annotated[Path | None, Meta(description="Folder for TensorBoard's files (fedge[tracking]).")]
-MLflow = Annotated[str | None, Meta(description="Tracking server of MLflow, http://HOST:PORT (fedge[tracking]).")]
+TensorBoard = Annotated[Path | None, "Folder for TensorBoard's files (fedge[tracking])."]
+MLflow = Annotated[str | None, "Tracking server of MLflow, http://HOST:PORT (fedge[tracking])."]
 
 
 @contextmanager

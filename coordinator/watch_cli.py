@@ -250,38 +250,22 @@ resume = _asks("resume", "Begin rounds again.")
 class UiSettings(Struct, frozen=True, kw_only=True):
     """Section [ui] of the configuration."""
 
-    home: Annotated[Path, Meta(description="Folder of the coordinator on this machine.")]
-    store: Annotated[Secret, Meta(description="postgresql://... of its tables, if it keeps them there.")] | None = None
-    host: Annotated[str, Meta(description="Address to listen on; 0.0.0.0: everybody in the network may ask.")] = (
-        "127.0.0.1"
-    )
-    port: Annotated[int, Meta(ge=0, le=65535, description="Port to listen on; 0: a free one.")] = 8700
-    token: (
-        Annotated[Secret, Meta(description="Who acts must show it; without it that of HOME/ui-token, which is made.")]
-        | None
-    ) = None
-    rollouts: Annotated[
-        str, Meta(description="Repositories of `fedge release`, comma-separated, whose rollouts are shown.")
-    ] = ""
-    http_cert_file: Annotated[str, Meta(description="Certificate of this server for HTTPS; turns it on.")] | None = None
-    http_key_file: Annotated[str, Meta(description="Its private key.")] | None = None
-    home_assistant: (
-        Annotated[
-            Secret,
-            Meta(description="mqtt://USER:PASSWORD@HOST:PORT of Home Assistant's broker: the devices show up there."),
-        ]
-        | None
-    ) = None
-    members: (
-        Annotated[
-            Path,
-            Meta(
-                description="Folder with ca.crt, crl.pem and members.json, such as the coordinator's identity: "
-                "`operator` acts and `status` looks by certificate."
-            ),
-        ]
-        | None
-    ) = None
+    home: Annotated[Path, "Folder of the coordinator on this machine."]
+    store: Annotated[Secret | None, "postgresql://... of its tables, if it keeps them there."] = None
+    host: Annotated[str, "Address to listen on; 0.0.0.0: everybody in the network may ask."] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535), "Port to listen on; 0: a free one."] = 8700
+    token: Annotated[Secret | None, "Who acts must show it; without it that of HOME/ui-token, which is made."] = None
+    rollouts: Annotated[str, "Repositories of `fedge release`, comma-separated, whose rollouts are shown."] = ""
+    http_cert_file: Annotated[str | None, "Certificate of this server for HTTPS; turns it on."] = None
+    http_key_file: Annotated[str | None, "Its private key."] = None
+    home_assistant: Annotated[
+        Secret | None, "mqtt://USER:PASSWORD@HOST:PORT of Home Assistant's broker: the devices show up there."
+    ] = None
+    members: Annotated[
+        Path | None,
+        "Folder with ca.crt, crl.pem and members.json, such as the coordinator's identity: "
+        "`operator` acts and `status` looks by certificate.",
+    ] = None
 
 
 @click.command()

@@ -48,8 +48,8 @@ class Samples:
 class InferSettings(Struct, frozen=True, kw_only=True):
     """Section [infer] of the configuration."""
 
-    batch: Annotated[int, Meta(ge=1, description="Samples in one call.")] = 1
-    repeat: Annotated[int, Meta(ge=1, description="Repetitions, to measure latency.")] = 1
+    batch: Annotated[int, Meta(ge=1), "Samples in one call."] = 1
+    repeat: Annotated[int, Meta(ge=1), "Repetitions, to measure latency."] = 1
     runtime: RuntimeOption = "auto"
     mode: ModeOption = "normal"
     threads: ThreadsOption = 1

@@ -40,19 +40,15 @@ ROUNDING: Final = 1e-4
 """Relative tolerance of an energy's bound, which another engine recorded."""
 
 
-RuntimeOption = Annotated[EngineChoice, Meta(description="Engine (docs/runtime.md); lazy and int8 are approximate.")]
-ModeOption = Annotated[Mode, Meta(description="shift: for samples unlike the device's own data.")]
-ThreadsOption = Annotated[int, Meta(ge=1, le=256, description="Threads of ONNX Runtime.")]
+RuntimeOption = Annotated[EngineChoice, "Engine (docs/runtime.md); lazy and int8 are approximate."]
+ModeOption = Annotated[Mode, "shift: for samples unlike the device's own data."]
+ThreadsOption = Annotated[int, Meta(ge=1, le=256), "Threads of ONNX Runtime."]
 ProviderOption = Annotated[
     str,
-    Meta(
-        description="Execution provider of ONNX Runtime: cpu, cuda, tensorrt, xnnpack, or another by its full name; an "
-        "error if it does not run. auto: the best that runs here."
-    ),
+    "Execution provider of ONNX Runtime: cpu, cuda, tensorrt, xnnpack, or another by its full name; an "
+    "error if it does not run. auto: the best that runs here.",
 ]
-ProviderOptions = Annotated[
-    str, Meta(description="Options of the provider, as ONNX Runtime names them: trt_fp16_enable=1,device_id=0.")
-]
+ProviderOptions = Annotated[str, "Options of the provider, as ONNX Runtime names them: trt_fp16_enable=1,device_id=0."]
 
 
 class How(Struct, frozen=True, kw_only=True):

@@ -56,37 +56,28 @@ LOCAL: Final = "local"
 class ServeSettings(Credentials, frozen=True, kw_only=True):
     """Section [serve] of the configuration."""
 
-    home: (
-        Annotated[Path, Meta(description="Folder of a device: serve its installed bundle, and each later one.")] | None
-    ) = None
-    host: Annotated[str, Meta(description="Address to listen on; 0.0.0.0: all of this machine's networks.")] = (
-        "127.0.0.1"
-    )
-    port: Annotated[int, Meta(ge=0, le=65535, description="Port to listen on; 0: a free one.")] = 8000
-    max_batch: Annotated[int, Meta(ge=1, le=256, description="Samples of several requests in one call.")] = 8
+    home: Annotated[Path | None, "Folder of a device: serve its installed bundle, and each later one."] = None
+    host: Annotated[str, "Address to listen on; 0.0.0.0: all of this machine's networks."] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535), "Port to listen on; 0: a free one."] = 8000
+    max_batch: Annotated[int, Meta(ge=1, le=256), "Samples of several requests in one call."] = 8
     max_delay_ms: Annotated[
-        float,
-        Meta(ge=0, le=1000, description="How long a request waits for others.", extra={"unit": "ms"}),
+        float, Meta(ge=0, le=1000, extra={"unit": "ms"}), "How long a request waits for others."
     ] = 0.0
-    max_waiting: Annotated[int, Meta(ge=1, le=10000, description="Requests that may wait; others get 503.")] = 64
-    max_body: Annotated[float, Meta(gt=0, le=1024, description="Largest request.", extra={"unit": "MiB"})] = 8.0
-    token: (
-        Annotated[
-            Secret,
-            Meta(description="Clients must show it, except for health checks; set it in the environment, and use TLS."),
-        ]
-        | None
-    ) = None
-    http_cert_file: Annotated[str, Meta(description="Certificate of this server for HTTPS; turns it on.")] | None = None
-    http_key_file: Annotated[str, Meta(description="Its private key.")] | None = None
+    max_waiting: Annotated[int, Meta(ge=1, le=10000), "Requests that may wait; others get 503."] = 64
+    max_body: Annotated[float, Meta(gt=0, le=1024, extra={"unit": "MiB"}), "Largest request."] = 8.0
+    token: Annotated[
+        Secret | None, "Clients must show it, except for health checks; set it in the environment, and use TLS."
+    ] = None
+    http_cert_file: Annotated[str | None, "Certificate of this server for HTTPS; turns it on."] = None
+    http_key_file: Annotated[str | None, "Its private key."] = None
     runtime: RuntimeOption = "auto"
     mode: ModeOption = "normal"
     threads: ThreadsOption = 1
     provider: ProviderOption = "auto"
     provider_options: ProviderOptions = ""
-    broker: Annotated[str, Meta(description="MQTT broker, HOST:PORT: also answer sensors there.")] | None = None
-    federation: Annotated[Name, Meta(description="With a broker: the federation's name.")] | None = None
-    id: Annotated[Name, Meta(description="With a broker: the name of this device.")] | None = None
+    broker: Annotated[str | None, "MQTT broker, HOST:PORT: also answer sensors there."] = None
+    federation: Annotated[Name | None, "With a broker: the federation's name."] = None
+    id: Annotated[Name | None, "With a broker: the name of this device."] = None
     egress: RulesFile = None
     keepalive_s: KeepAlive = 30
 

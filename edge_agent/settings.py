@@ -8,7 +8,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from fedge.config import Name
+from fedge.config import Duration, Name, Seconds
 from fedge.credentials import Credentials, KeepAlive
 from fedge.egress import RulesFile
 from fedge.processor import Processor, TrainOn
@@ -21,67 +21,41 @@ from fedge.weights import Allow, TaskName
 class AgentSettings(Credentials, frozen=True, kw_only=True):
     """Section [agent] of the configuration."""
 
-    broker: Annotated[str, Meta(description="MQTT broker, HOST:PORT.")]
-    federation: Annotated[Name, Meta(description="Name of the federation to take part in.")]
-    id: Annotated[
-        Name,
-        Meta(description="Name of this device, unique in the federation: letters, digits, dot, dash, underscore."),
-    ]
-    home: Annotated[Path, Meta(description="Folder of this agent alone: private model, unfinished orders, bundles.")]
+    broker: Annotated[str, "MQTT broker, HOST:PORT."]
+    federation: Annotated[Name, "Name of the federation to take part in."]
+    id: Annotated[Name, "Name of this device, unique in the federation: letters, digits, dot, dash, underscore."]
+    home: Annotated[Path, "Folder of this agent alone: private model, unfinished orders, bundles."]
     task: TaskName
-    data: Annotated[Path, Meta(description="This device's samples: an .npz, or a folder with a folder per class.")]
-    seed: Annotated[int, Meta(ge=0, description="Seed of the validation split, if the data have none.")] = 0
+    data: Annotated[Path, "This device's samples: an .npz, or a folder with a folder per class."]
+    seed: Annotated[int, Meta(ge=0), "Seed of the validation split, if the data have none."] = 0
     train_on: TrainOn = Processor.CPU
-    inference_only: Annotated[
-        bool, Meta(description="Never train: wait for a finished bundle. Always so without torch.")
-    ] = False
+    inference_only: Annotated[bool, "Never train: wait for a finished bundle. Always so without torch."] = False
     egress: RulesFile = None
-    max_epsilon: (
-        Annotated[
-            float,
-            Meta(
-                gt=0,
-                description="Privacy budget: reveal the samples only with noise, and nothing more once the total would "
-                "exceed this epsilon (docs/privacy.md).",
-            ),
-        ]
-        | None
-    ) = None
-    delta: Annotated[float, Meta(gt=0, lt=1, description="Delta of --max-epsilon: below 1 / samples.")] = 1e-5
+    max_epsilon: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        "Privacy budget: reveal the samples only with noise, and nothing more once the total would "
+        "exceed this epsilon (docs/privacy.md).",
+    ] = None
+    delta: Annotated[float, Meta(gt=0, lt=1), "Delta of --max-epsilon: below 1 / samples."] = 1e-5
     min_cohort: Annotated[
-        int,
-        Meta(ge=2, description="Decline masked sums of fewer devices, or that differ by fewer from an earlier one."),
+        int, Meta(ge=2), "Decline masked sums of fewer devices, or that differ by fewer from an earlier one."
     ] = MIN_COHORT
-    min_free_ram_gb: (
-        Annotated[float, Meta(ge=0, description="Decline work if less memory is free.", extra={"unit": "GB"})] | None
-    ) = None
-    max_temperature_c: (
-        Annotated[float, Meta(description="Decline work if hotter; needs a sensor.", extra={"unit": "C"})] | None
-    ) = None
-    min_battery: (
-        Annotated[
-            float, Meta(ge=0, le=1, description="Decline work on battery with less charge.", extra={"unit": "0..1"})
-        ]
-        | None
-    ) = None
-    context_interval_s: Annotated[
-        float, Meta(gt=0, description="How often the device reports its state.", extra={"unit": "s"})
-    ] = 10.0
-    keep_worker_s: (
-        Annotated[
-            float,
-            Meta(
-                ge=0,
-                description="How long the training process waits for the next order before it frees its memory; "
-                "default: 60 s, or 0 if less than 0.5 GB is free.",
-                extra={"unit": "s"},
-            ),
-        ]
-        | None
-    ) = None
-    steps: Annotated[
-        str, Meta(description="Your own steps besides the installed ones, package.module:Class, comma-separated.")
-    ] = ""
+    min_free_ram_gb: Annotated[
+        Annotated[float, Meta(ge=0, extra={"unit": "GB"})] | None, "Decline work if less memory is free."
+    ] = None
+    max_temperature_c: Annotated[
+        Annotated[float, Meta(extra={"unit": "C"})] | None, "Decline work if hotter; needs a sensor."
+    ] = None
+    min_battery: Annotated[
+        Annotated[float, Meta(ge=0, le=1, extra={"unit": "0..1"})] | None, "Decline work on battery with less charge."
+    ] = None
+    context_interval_s: Annotated[Duration, "How often the device reports its state."] = 10.0
+    keep_worker_s: Annotated[
+        Seconds | None,
+        "How long the training process waits for the next order before it frees its memory; "
+        "default: 60 s, or 0 if less than 0.5 GB is free.",
+    ] = None
+    steps: Annotated[str, "Your own steps besides the installed ones, package.module:Class, comma-separated."] = ""
     allow: Allow = ""
     keepalive_s: KeepAlive = 30
 

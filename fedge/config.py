@@ -1,11 +1,11 @@
 """Settings of a command: frozen structs, read from TOML < environment < flags.
 
-A role describes its settings once, as a frozen msgspec Struct whose fields carry their help and range:
+A role describes its settings once, as a frozen msgspec Struct whose fields carry their range and help:
 
     class CoordinatorSettings(Struct, frozen=True, kw_only=True):
-        rounds: Annotated[int, Meta(ge=1, description="Rounds to run.")] = 30
-        deadline_s: Annotated[float, Meta(gt=0, description="Time a round may take.", extra={"unit": "s"})] = 60.0
-        password: Annotated[Secret | None, Meta(description="Of the broker's user.")] = None
+        rounds: Annotated[int, Meta(ge=1), "Rounds to run."] = 30
+        deadline_s: Annotated[Duration, "Time a round may take."] = 60.0
+        password: Annotated[Secret | None, "Of the broker's user."] = None
 
 From it come the flags and their help (`settings_options`), the environment variables (FEDGE_COORDINATOR_ROUNDS), the
 keys of the section `[coordinator]` in the TOML file, and the checks (`resolve`). A field without default must be given.
@@ -48,6 +48,10 @@ Name = Annotated[
     Meta(pattern=NAME, extra={"words": "1 to 63 letters, digits, dots, dashes, underscores, the first no sign"}),
 ]
 """Of a federation, a device or a model: part of topics, folders and addresses."""
+AtLeastOne = Annotated[int, Meta(ge=1)]
+Seconds = Annotated[float, Meta(ge=0, extra={"unit": "s"})]
+Duration = Annotated[float, Meta(gt=0, extra={"unit": "s"})]
+"""More than no time."""
 
 
 class Secret(str):
@@ -178,14 +182,12 @@ def section_of(config_file: Path | None, section: str) -> dict[str, Any]:
 
 
 def _setting(field: msgspec.structs.FieldInfo, hint: Any, section: str) -> Setting:
-    metas = [meta for meta in metas_of(hint) if isinstance(meta, msgspec.Meta)]
-    help_text = next((meta.description for meta in metas if meta.description), "")
-    unit, words = (
-        next((str(meta.extra[name]) for meta in metas if meta.extra and name in meta.extra), "")
-        for name in ("unit", "words")
-    )
+    found = metas_of(hint)
+    help_text = next((each for each in found if isinstance(each, str)), "")
+    extra = {name: text for each in found if isinstance(each, Meta) for name, text in (each.extra or {}).items()}
     default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
-    return Setting(field.name, section, hint, _base(hint), help_text, unit, words, default)
+    told = extra.get("unit", ""), extra.get("words", "")
+    return Setting(field.name, section, hint, _base(hint), help_text, *told, default)
 
 
 def metas_of(hint: Any) -> list[Any]:

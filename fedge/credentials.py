@@ -17,22 +17,19 @@ CERTIFICATE: Final = "own.crt"
 KEY: Final = "own.key"
 """Files of an identity, the folder that `fedge provision` and `fedge enrol` write."""
 KeepAlive = Annotated[
-    int, Meta(ge=1, le=3600, description="Keep-alive; after 1.5 times this we count as gone.", extra={"unit": "s"})
+    int, Meta(ge=1, le=3600, extra={"unit": "s"}), "Keep-alive; after 1.5 times this we count as gone."
 ]
 
 
 class Credentials(Struct, frozen=True, kw_only=True):
     """Base of the settings of such a command: password, certificates, or neither."""
 
-    username: Annotated[str, Meta(description="User name at the broker.")] | None = None
-    password: Annotated[Secret, Meta(description="Password at the broker; best set in the environment.")] | None = None
-    identity: (
-        Annotated[Path, Meta(description="Folder of `fedge enrol` or `fedge provision`, instead of the three files.")]
-        | None
-    ) = None
-    ca_file: Annotated[str, Meta(description="Certificate authority of the broker; turns TLS on.")] | None = None
-    cert_file: Annotated[str, Meta(description="Our own certificate, if the broker demands one.")] | None = None
-    key_file: Annotated[str, Meta(description="Its private key.")] | None = None
+    username: Annotated[str | None, "User name at the broker."] = None
+    password: Annotated[Secret | None, "Password at the broker; best set in the environment."] = None
+    identity: Annotated[Path | None, "Folder of `fedge enrol` or `fedge provision`, instead of the three files."] = None
+    ca_file: Annotated[str | None, "Certificate authority of the broker; turns TLS on."] = None
+    cert_file: Annotated[str | None, "Our own certificate, if the broker demands one."] = None
+    key_file: Annotated[str | None, "Its private key."] = None
 
     def at(self, address: str, *, keepalive_s: int = 30) -> BrokerSettings:
         """How to reach the broker at HOST:PORT.

@@ -19,7 +19,7 @@ from typing import Annotated, Final, Literal
 import click
 import msgspec
 import psutil
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 import fedge
 from fedge import child
@@ -71,12 +71,12 @@ class DoctorSettings(Credentials, frozen=True, kw_only=True):
 
     role: Annotated[
         Literal["agent", "coordinator", "serve"],
-        Meta(description="Whose section of the configuration counts: agent, coordinator or serve."),
+        "Whose section of the configuration counts: agent, coordinator or serve.",
     ] = "agent"
-    broker: Annotated[str, Meta(description="MQTT broker, HOST:PORT.")] | None = None
-    federation: Annotated[Name, Meta(description="Name of the federation.")] | None = None
-    id: Annotated[Name, Meta(description="Name of this device.")] | None = None
-    home: Annotated[Path, Meta(description="Folder of the agent, the coordinator or the runtime.")] | None = None
+    broker: Annotated[str | None, "MQTT broker, HOST:PORT."] = None
+    federation: Annotated[Name | None, "Name of the federation."] = None
+    id: Annotated[Name | None, "Name of this device."] = None
+    home: Annotated[Path | None, "Folder of the agent, the coordinator or the runtime."] = None
 
 
 @click.command()

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from fedge.config import resolve, section_of
 from fedge.errors import ConfigError, ProtocolError, TransportError
@@ -47,7 +47,7 @@ Told = Mapping[str, Reveals]
 
 FILE: Final = "egress.toml"
 """In a device's home: where its owner says what may leave, unless --egress names another file."""
-RulesFile = Annotated[Path, Meta(description="The owner's file of what may leave; default: HOME/egress.toml.")] | None
+RulesFile = Annotated[Path | None, "The owner's file of what may leave; default: HOME/egress.toml."]
 
 PRIVACY_LEDGER: Final = "privacy.json"
 """In a device's home: the privacy budget that its training has spent (`edge_agent.privacy_ledger`)."""
@@ -105,9 +105,9 @@ REMEMBERED: Final = 256
 class EgressSettings(Struct, frozen=True, kw_only=True):
     """Section [egress] of the owner's file."""
 
-    preset: Annotated[Literal["default", "strict"], Meta(description="Kinds that may leave.")] = "default"
-    allow: Annotated[str, Meta(description="Further kinds that may leave, comma-separated.")] = ""
-    forbid: Annotated[str, Meta(description="Kinds of the preset that may not leave, comma-separated.")] = ""
+    preset: Annotated[Literal["default", "strict"], "Kinds that may leave."] = "default"
+    allow: Annotated[str, "Further kinds that may leave, comma-separated."] = ""
+    forbid: Annotated[str, "Kinds of the preset that may not leave, comma-separated."] = ""
 
 
 class WithheldError(Exception):

@@ -5,8 +5,6 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated
 
-from msgspec import Meta
-
 
 class Processor(StrEnum):
     """What runs the networks (`fedge.models.training.torch_device`)."""
@@ -15,7 +13,5 @@ class Processor(StrEnum):
     CUDA = "cuda"
 
 
-TrainOn = Annotated[
-    Processor, Meta(description="Where networks are trained: cpu, or cuda for the first GPU that torch sees.")
-]
+TrainOn = Annotated[Processor, "Where networks are trained: cpu, or cuda for the first GPU that torch sees."]
 """The setting of all commands that train."""

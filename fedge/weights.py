@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Annotated, Final
 
 import msgspec
-from msgspec import Meta
 
 from fedge.errors import ConfigError, StoreError
 from fedge.files import cache_folder, write_atomically
@@ -35,27 +34,18 @@ _whole: set[Path] = set()  # files that this process has verified
 
 TaskName = Annotated[
     str,
-    Meta(
-        description="digits, mnist, fashion-mnist, uci-har, spoken-digits, image-folder, arrays, a .json, a table's"
-        " schema (.toml) or package.module:Class."
-    ),
+    "digits, mnist, fashion-mnist, uci-har, spoken-digits, image-folder, arrays, a .json, a table's"
+    " schema (.toml) or package.module:Class.",
 ]
-Allow = Annotated[
-    str, Meta(description="Code that the .json of a task may name, package.module:name, comma-separated.")
-]
-ModelName = Annotated[
-    str | None, Meta(description="Network: mlp, cnn, ... or package.module:factory; by default the task's.")
-]
+Allow = Annotated[str, "Code that the .json of a task may name, package.module:name, comma-separated."]
+ModelName = Annotated[str | None, "Network: mlp, cnn, ... or package.module:factory; by default the task's."]
 Weights = Annotated[
-    Path | None,
-    Meta(description="Weights that the network begins with, a .safetensors file that fits by names and shapes."),
+    Path | None, "Weights that the network begins with, a .safetensors file that fits by names and shapes."
 ]
 Adapt = Annotated[
     str | None,
-    Meta(
-        description="What is trained, the rest of --weights is frozen and not sent: lora or lora:RANK, head, or layers "
-        "such as head,layer4.*; !norm: all but the normalisation. Default: everything."
-    ),
+    "What is trained, the rest of --weights is frozen and not sent: lora or lora:RANK, head, or layers "
+    "such as head,layer4.*; !norm: all but the normalisation. Default: everything.",
 ]
 
 

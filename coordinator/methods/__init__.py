@@ -32,7 +32,7 @@ from coordinator.protection import check as check_protection
 from coordinator.selection import Selection
 from fedge.errors import ConfigError
 from fedge.loading import load_object
-from fedge.messages import BlobRef, Codec, blobs_of
+from fedge.messages import BlobRef, Codec, Share, blobs_of
 from fedge.processor import Processor
 from fedge.sgd import Sgd
 from fedge.step import Action, Declined, Reveals
@@ -71,23 +71,22 @@ class MethodSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 DEFAULT: Final = MethodSettings()
 """Its values are the defaults of the commands."""
-Rounds = Annotated[int, Meta(ge=0, description="Rounds of training.")]
-Participation = Annotated[float, Meta(gt=0, le=1, description="Share of the devices asked in a round.")]
-MinReports = Annotated[int, Meta(ge=1, description="Updates without which a round changes nothing.")]
-Encoding = Annotated[Codec, Meta(description="Of the updates.")]
-LocalSteps = Annotated[int, Meta(ge=1, le=10**7, description="SGD steps per participation.")]
+Rounds = Annotated[int, Meta(ge=0), "Rounds of training."]
+Participation = Annotated[float, Meta(gt=0, le=1), "Share of the devices asked in a round."]
+MinReports = Annotated[int, Meta(ge=1), "Updates without which a round changes nothing."]
+Encoding = Annotated[Codec, "Of the updates."]
+LocalSteps = Annotated[int, Meta(ge=1, le=10**7), "SGD steps per participation."]
 LocalEpochs = Annotated[
     Annotated[int, Meta(ge=1, le=10**5)] | None,
-    Meta(description="Passes over a device's own samples per participation, instead of the steps."),
+    "Passes over a device's own samples per participation, instead of the steps.",
 ]
-BatchSize = Annotated[int, Meta(ge=1, le=2**20, description="Samples per step.")]
-LearningRate = Annotated[float, Meta(gt=0, le=100, description="Of the devices' SGD.")]
-Momentum = Annotated[float, Meta(ge=0, lt=1, description="Of the devices' SGD.")]
+BatchSize = Annotated[int, Meta(ge=1, le=2**20), "Samples per step."]
+LearningRate = Annotated[float, Meta(gt=0, le=100), "Of the devices' SGD."]
+Momentum = Annotated[float, Meta(ge=0, lt=1), "Of the devices' SGD."]
 Down = Annotated[
-    Literal["int8", "float32"],
-    Meta(description="How models reach devices that have an earlier one: as a difference in int8, or whole."),
+    Literal["int8", "float32"], "How models reach devices that have an earlier one: as a difference in int8, or whole."
 ]
-WeightDecay = Annotated[float, Meta(ge=0, le=1, description="Of the devices' SGD, times the weights.")]
+WeightDecay = Annotated[Share, "Of the devices' SGD, times the weights."]
 """Settings of all methods that the commands share; those of local training have the bounds of `Sgd`."""
 
 

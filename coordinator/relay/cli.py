@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import click
-from msgspec import Meta
 
 from coordinator.fleet.relayed import STEPS
 from coordinator.relay.site import Site
@@ -29,17 +28,15 @@ Observer = Callable[[str, dict[str, Any]], None]
 class RelaySettings(Credentials, frozen=True, kw_only=True):
     """Section [relay] of the configuration."""
 
-    broker: Annotated[str, Meta(description="MQTT broker of the coordinator above, HOST:PORT.")]
-    federation: Annotated[Name, Meta(description="Name of the federation above.")]
-    id: Annotated[Name, Meta(description="Name of the site; its devices are called ID.DEVICE above.")]
-    home: Annotated[Path, Meta(description="Folder of the durable state. One relay each.")]
-    task: Annotated[str, Meta(description="As that of the coordinator: a name, or its task.json.")]
+    broker: Annotated[str, "MQTT broker of the coordinator above, HOST:PORT."]
+    federation: Annotated[Name, "Name of the federation above."]
+    id: Annotated[Name, "Name of the site; its devices are called ID.DEVICE above."]
+    home: Annotated[Path, "Folder of the durable state. One relay each."]
+    task: Annotated[str, "As that of the coordinator: a name, or its task.json."]
     allow: Allow = ""
-    site_broker: Annotated[str, Meta(description="MQTT broker of the site, HOST:PORT.")]
-    site_federation: Annotated[Name, Meta(description="Name of the federation that the site's devices take part in.")]
-    site_identity: (
-        Annotated[Path, Meta(description="FOLDER/coordinator of the site's own `fedge provision init`.")] | None
-    ) = None
+    site_broker: Annotated[str, "MQTT broker of the site, HOST:PORT."]
+    site_federation: Annotated[Name, "Name of the federation that the site's devices take part in."]
+    site_identity: Annotated[Path | None, "FOLDER/coordinator of the site's own `fedge provision init`."] = None
 
 
 @click.command()

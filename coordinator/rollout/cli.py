@@ -21,10 +21,10 @@ from coordinator.rollout.service import Observer, Release, Supervisor, words_of
 from coordinator.watch_cli import HOME, STORE
 from export.signing import Repository
 from fedge.background import until_stopped
-from fedge.config import Name, resolve, settings_options
+from fedge.config import Name, Seconds, resolve, settings_options
 from fedge.credentials import Credentials
 from fedge.errors import ConfigError
-from fedge.messages import RolloutState
+from fedge.messages import RolloutState, Share
 from fedge.stopping import INTERRUPTED
 from fedge.text import printable
 
@@ -35,19 +35,14 @@ _repo = click.argument("repo", type=click.Path(path_type=Path))
 class RolloutSettings(Credentials, frozen=True, kw_only=True):
     """Section [rollout] of the configuration."""
 
-    broker: Annotated[str, Meta(description="MQTT broker, HOST:PORT.")]
-    federation: Annotated[Name, Meta(description="Name of the federation.")]
-    stages: Annotated[str, Meta(description="Shares of the fleet, comma-separated, ascending up to 1.")] = "0.1,0.5,1"
-    canary: Annotated[str, Meta(description="Devices that go first, comma-separated; default: the first share.")] = ""
-    soak_s: Annotated[float, Meta(ge=0, description="How long a stage must go well.", extra={"unit": "s"})] = 60.0
-    absent_s: Annotated[
-        float,
-        Meta(ge=0, description="Time without a message, after which nobody waits for a device.", extra={"unit": "s"}),
-    ] = 600.0
-    max_failures: Annotated[
-        float, Meta(ge=0, le=1, description="Share of a stage's devices that may fail; none in the first stage.")
-    ] = 0.05
-    accuracy_drop: Annotated[float, Meta(ge=0, description="Mean loss of accuracy that stops it.")] = 0.01
+    broker: Annotated[str, "MQTT broker, HOST:PORT."]
+    federation: Annotated[Name, "Name of the federation."]
+    stages: Annotated[str, "Shares of the fleet, comma-separated, ascending up to 1."] = "0.1,0.5,1"
+    canary: Annotated[str, "Devices that go first, comma-separated; default: the first share."] = ""
+    soak_s: Annotated[Seconds, "How long a stage must go well."] = 60.0
+    absent_s: Annotated[Seconds, "Time without a message, after which nobody waits for a device."] = 600.0
+    max_failures: Annotated[Share, "Share of a stage's devices that may fail; none in the first stage."] = 0.05
+    accuracy_drop: Annotated[float, Meta(ge=0), "Mean loss of accuracy that stops it."] = 0.01
 
 
 @click.group()

@@ -13,6 +13,8 @@ from msgspec import Meta
 from coordinator import methods, protection
 from coordinator.methods import DEFAULT, MethodSettings, Option, settings_of
 from coordinator.tracking import MLflow, TensorBoard
+from fedge.config import AtLeastOne, Duration
+from fedge.messages import Share
 from fedge.processor import Processor, TrainOn
 from fedge.tasks.partition import How, Partitioning
 
@@ -20,12 +22,8 @@ Engine = Literal["local", "ray"]
 """What carries out the devices' orders."""
 Hardware = Literal["mixed", "steady", "none"]
 """What the devices are (`coordinator.fleet.devices`)."""
-RayAddress = Annotated[
-    str | None, Meta(description="Of a running cluster, auto: this machine's; by default one is started here.")
-]
-Results = Annotated[
-    Path | None, Meta(description="Folder for the results; a run found there is resumed. Default: a new folder.")
-]
+RayAddress = Annotated[str | None, "Of a running cluster, auto: this machine's; by default one is started here."]
+Results = Annotated[Path | None, "Folder for the results; a run found there is resumed. Default: a new folder."]
 
 
 class Setup(Partitioning, frozen=True, kw_only=True):
@@ -60,33 +58,25 @@ class Scenario(Setup, frozen=True, kw_only=True):
     """Settings that the methods of a comparison share."""
 
     global_test: Annotated[
-        float, Meta(ge=0, lt=1, description="Share of all samples set apart as global test set before partitioning.")
+        float, Meta(ge=0, lt=1), "Share of all samples set apart as global test set before partitioning."
     ] = 0.1
     server_data: Annotated[
-        float,
-        Meta(ge=0, lt=1, description="Share of the global test set that the server may learn from (fedcoe, fedepc)."),
+        float, Meta(ge=0, lt=1), "Share of the global test set that the server may learn from (fedcoe, fedepc)."
     ] = 0.5
     late_joiners: Annotated[
-        int, Meta(ge=0, description="Devices that come when training is over, drawn by lot: measured apart.")
+        int, Meta(ge=0), "Devices that come when training is over, drawn by lot: measured apart."
     ] = 0
     hardware: Annotated[
         Hardware,
-        Meta(
-            description="mixed: Raspberry Pis and Jetsons that come, go and straggle; steady: the same, always there; "
-            "none: no clock."
-        ),
+        "mixed: Raspberry Pis and Jetsons that come, go and straggle; steady: the same, always there; none: no clock.",
     ] = "steady"
-    deadline_s: Annotated[
-        Annotated[float, Meta(gt=0)] | None, Meta(description="Simulated time for one step.", extra={"unit": "s"})
-    ] = None
+    deadline_s: Annotated[Duration | None, "Simulated time for one step."] = None
     train_on: TrainOn = Processor.CPU
-    evaluate_every: Annotated[
-        Annotated[int, Meta(ge=1)] | None, Meta(description="Rounds between two points of the curve; default: a tenth.")
-    ] = None
+    evaluate_every: Annotated[AtLeastOne | None, "Rounds between two points of the curve; default: a tenth."] = None
 
     measured: Annotated[
-        Annotated[int, Meta(ge=1)] | None,
-        Meta(description="Devices whose accuracy is measured, and that install bundles, drawn by lot; default: all."),
+        AtLeastOne | None,
+        "Devices whose accuracy is measured, and that install bundles, drawn by lot; default: all.",
     ] = None
 
     @property
@@ -98,22 +88,21 @@ class Scenario(Setup, frozen=True, kw_only=True):
 class Running(Scenario, frozen=True, kw_only=True):
     """The engine of a simulation or comparison; apart from the rounding of floats, figures do not depend on it."""
 
-    engine: Annotated[
-        Engine, Meta(description="local: this process, of a comparison several; ray: a Ray cluster (fedge[ray]).")
-    ] = "local"
+    engine: Annotated[Engine, "local: this process, of a comparison several; ray: a Ray cluster (fedge[ray])."] = (
+        "local"
+    )
     ray_address: RayAddress = None
 
 
 class SimulationSettings(Running, frozen=True, kw_only=True):
     """Section [simulate] of the configuration."""
 
-    method: Annotated[str, Meta(description="A registered method; NAME+ft: fine-tuned at the end.")] = "fedge"
-    seed: Annotated[int, Meta(ge=0, description="Of partition, first model and training.")] = 0
+    method: Annotated[str, "A registered method; NAME+ft: fine-tuned at the end."] = "fedge"
+    seed: Annotated[int, Meta(ge=0), "Of partition, first model and training."] = 0
     target: Annotated[
-        Annotated[float, Meta(gt=0, le=1)] | None,
-        Meta(description="Target accuracy; the report says what reaching it cost."),
+        Annotated[float, Meta(gt=0, le=1)] | None, "Target accuracy; the report says what reaching it cost."
     ] = None
-    out: Annotated[Path | None, Meta(description="Keep the devices' folders, with their bundles, here.")] = None
+    out: Annotated[Path | None, "Keep the devices' folders, with their bundles, here."] = None
     tensorboard: TensorBoard = None
     mlflow: MLflow = None
 
@@ -121,29 +110,25 @@ class SimulationSettings(Running, frozen=True, kw_only=True):
 class CompareSettings(Running, frozen=True, kw_only=True):
     """Section [compare] of the configuration."""
 
-    methods: Annotated[
-        str, Meta(description="Methods, with commas; options of a method after colons: fedepc:clustering=k-means.")
-    ] = "local,fedavg,fedavg+ft,fedge"
-    seeds: Annotated[str, Meta(description="Seeds, with commas.")] = "0,1,2"
-    baseline: Annotated[str | None, Meta(description="Whom the others are compared with; default: the first.")] = None
+    methods: Annotated[str, "Methods, with commas; options of a method after colons: fedepc:clustering=k-means."] = (
+        "local,fedavg,fedavg+ft,fedge"
+    )
+    seeds: Annotated[str, "Seeds, with commas."] = "0,1,2"
+    baseline: Annotated[str | None, "Whom the others are compared with; default: the first."] = None
     target: Annotated[
         Annotated[float, Meta(gt=0, le=1)] | None,
-        Meta(description="Target accuracy; the report says what reaching it cost. Default: 95 % of the best mean."),
+        "Target accuracy; the report says what reaching it cost. Default: 95 % of the best mean.",
     ] = None
-    jobs: Annotated[
-        Annotated[int, Meta(ge=1)] | None, Meta(description="Runs at the same time; default: a core each; 1 with cuda.")
-    ] = None
+    jobs: Annotated[AtLeastOne | None, "Runs at the same time; default: a core each; 1 with cuda."] = None
     out: Results = None
 
 
 class TuneSettings(Scenario, frozen=True, kw_only=True):
     """Section [tune] of the configuration."""
 
-    method: Annotated[str, Meta(description="A registered method; its options after colons stay as they are.")] = (
-        "fedge"
-    )
-    trials: Annotated[int, Meta(ge=2, description="Configurations that are tried, the first one as it is.")] = 20
-    seed: Annotated[int, Meta(ge=0, description="Of partition, first model, training and search.")] = 0
+    method: Annotated[str, "A registered method; its options after colons stay as they are."] = "fedge"
+    trials: Annotated[int, Meta(ge=2), "Configurations that are tried, the first one as it is."] = 20
+    seed: Annotated[int, Meta(ge=0), "Of partition, first model, training and search."] = 0
     ray_address: RayAddress = None
     out: Results = None
 
@@ -151,31 +136,22 @@ class TuneSettings(Scenario, frozen=True, kw_only=True):
 class DemoSettings(Setup, frozen=True, kw_only=True):
     """Section [demo] of the configuration: fewer devices than in a simulation, since each is a process."""
 
-    devices: Annotated[int, Meta(ge=1, le=200, description="Devices, one process each.")] = 12
+    devices: Annotated[int, Meta(ge=1, le=200), "Devices, one process each."] = 12
     partition: Annotated[
         How,
-        Meta(
-            description="groups: planted groups, by default cameras turned by 0, 90 or 180 degrees, label skew within; "
-            "dirichlet: label skew; shards: few classes each; natural: by person; iid: no skew."
-        ),
+        "groups: planted groups, by default cameras turned by 0, 90 or 180 degrees, label skew within; "
+        "dirichlet: label skew; shards: few classes each; natural: by person; iid: no skew.",
     ] = "groups"
-    n_groups: Annotated[int, Meta(ge=1, description="Planted groups.")] = 3
-    samples: Annotated[
-        Annotated[int, Meta(ge=1)] | None,
-        Meta(description="Use so many samples; by default all, of the large image sets 4000."),
-    ] = None
-    sensitive: Annotated[
-        float, Meta(ge=0, le=1, description="Share of training samples that no upload may learn from.")
-    ] = 0.3
-    rounds: Annotated[int, Meta(ge=1, description="Rounds of training.")] = 30
+    n_groups: Annotated[int, Meta(ge=1), "Planted groups."] = 3
+    samples: Annotated[AtLeastOne | None, "Use so many samples; by default all, of the large image sets 4000."] = None
+    sensitive: Annotated[Share, "Share of training samples that no upload may learn from."] = 0.3
+    rounds: Annotated[int, Meta(ge=1), "Rounds of training."] = 30
     participation: methods.Participation = 0.75
-    method: Annotated[str, Meta(description="A registered method; NAME+ft: fine-tuned at the end.")] = "fedge"
-    broker: Annotated[str, Meta(description="auto, mosquitto or amqtt: a local one; HOST:PORT: yours.")] = "auto"
-    secure: Annotated[
-        bool, Meta(description="A certificate for each, by `fedge provision` and `fedge enrol`; needs Mosquitto.")
-    ] = False
-    seed: Annotated[int, Meta(ge=0, description="Of partition, first model and training.")] = 0
-    out: Annotated[Path | None, Meta(description="New folder for everything; by default named by the time.")] = None
+    method: Annotated[str, "A registered method; NAME+ft: fine-tuned at the end."] = "fedge"
+    broker: Annotated[str, "auto, mosquitto or amqtt: a local one; HOST:PORT: yours."] = "auto"
+    secure: Annotated[bool, "A certificate for each, by `fedge provision` and `fedge enrol`; needs Mosquitto."] = False
+    seed: Annotated[int, Meta(ge=0), "Of partition, first model and training."] = 0
+    out: Annotated[Path | None, "New folder for everything; by default named by the time."] = None
 
     @property
     def folder(self) -> Path:
@@ -187,6 +163,6 @@ class DemoSettings(Setup, frozen=True, kw_only=True):
 class SampleSettings(Partitioning, frozen=True, kw_only=True):
     """Section [sample] of the configuration."""
 
-    devices: Annotated[int, Meta(ge=1, description="Devices: one file each.")] = 4
-    seed: Annotated[int, Meta(ge=0, description="Of the partition.")] = 0
-    out: Annotated[Path, Meta(description="New folder for the files.")] = Path("samples")
+    devices: Annotated[int, Meta(ge=1), "Devices: one file each."] = 4
+    seed: Annotated[int, Meta(ge=0), "Of the partition."] = 0
+    out: Annotated[Path, "New folder for the files."] = Path("samples")

@@ -15,6 +15,7 @@ from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
 from fedge import preprocess
+from fedge.config import AtLeastOne
 from fedge.errors import ConfigError
 from fedge.task import TEST, TRAIN, VALIDATION, TaskSpec
 from fedge.tasks import partitioners
@@ -39,53 +40,41 @@ class Partitioning(Struct, frozen=True, kw_only=True):
 
     task: Annotated[
         str,
-        Meta(
-            description="digits, mnist, fashion-mnist, uci-har, spoken-digits, image-folder, arrays, a table's"
-            " schema (.toml) or package.module:Class."
-        ),
+        "digits, mnist, fashion-mnist, uci-har, spoken-digits, image-folder, arrays, a table's"
+        " schema (.toml) or package.module:Class.",
     ] = "digits"
-    data: Annotated[Path | None, Meta(description="Folder or file with the samples; digits need none.")] = None
+    data: Annotated[Path | None, "Folder or file with the samples; digits need none."] = None
     model: ModelName = None
     weights: Weights = None
     adapt: Adapt = None
-    devices: Annotated[
-        Annotated[int, Meta(ge=1)] | None, Meta(description="20; natural: as many as there are people.")
-    ] = None
+    devices: Annotated[AtLeastOne | None, "20; natural: as many as there are people."] = None
     partition: Annotated[
         How,
-        Meta(
-            description="dirichlet: label skew; groups: planted groups; shards: few classes each; natural: by person; "
-            "iid: no skew; generated: as many devices as you like, each with samples turned, shifted and noised by its "
-            "number."
-        ),
+        "dirichlet: label skew; groups: planted groups; shards: few classes each; natural: by person; "
+        "iid: no skew; generated: as many devices as you like, each with samples turned, shifted and noised by its "
+        "number.",
     ] = "dirichlet"
-    alpha: Annotated[float, Meta(gt=0, description="Label skew, Dirichlet's parameter; smaller is stronger.")] = 1.0
+    alpha: Annotated[float, Meta(gt=0), "Label skew, Dirichlet's parameter; smaller is stronger."] = 1.0
     groups: Annotated[
         Groups,
-        Meta(
-            description="rotation: cameras turned by 90 degrees each; labels: classes of their own; codes: each device "
-            "of the first group names the classes in an order of its own."
-        ),
+        "rotation: cameras turned by 90 degrees each; labels: classes of their own; codes: each device "
+        "of the first group names the classes in an order of its own.",
     ] = "rotation"
-    n_groups: Annotated[int, Meta(ge=1, description="Planted groups.")] = 4
-    shards: Annotated[int, Meta(ge=1, description="Shards of sorted labels that each device gets.")] = 2
-    iid_share: Annotated[float, Meta(ge=0, le=1, description="Share of the samples spread evenly before shards.")] = 0.0
-    sizes: Annotated[Sizes, Meta(description="Quantity skew, for dirichlet, groups and iid.")] = "equal"
-    size_spread: Annotated[float, Meta(ge=0, le=5, description="Its sigma, or the power law's exponent.")] = 1.0
+    n_groups: Annotated[int, Meta(ge=1), "Planted groups."] = 4
+    shards: Annotated[int, Meta(ge=1), "Shards of sorted labels that each device gets."] = 2
+    iid_share: Annotated[float, Meta(ge=0, le=1), "Share of the samples spread evenly before shards."] = 0.0
+    sizes: Annotated[Sizes, "Quantity skew, for dirichlet, groups and iid."] = "equal"
+    size_spread: Annotated[float, Meta(ge=0, le=5), "Its sigma, or the power law's exponent."] = 1.0
     min_samples: Annotated[
         int,
-        Meta(
-            ge=FEWEST,
-            description="Fewest samples per device; the partition is redrawn, then samples are moved, to reach it.",
-        ),
+        Meta(ge=FEWEST),
+        "Fewest samples per device; the partition is redrawn, then samples are moved, to reach it.",
     ] = MIN_SAMPLES
-    samples: Annotated[Annotated[int, Meta(ge=1)] | None, Meta(description="Use so many samples; default: all.")] = None
-    sensitive: Annotated[
-        float, Meta(ge=0, le=1, description="Share of training samples that no upload may learn from.")
-    ] = 0.0
-    marks: Annotated[
-        Marks, Meta(description="samples: as many of each class; classes: all of so many of a device's classes.")
-    ] = "samples"
+    samples: Annotated[AtLeastOne | None, "Use so many samples; default: all."] = None
+    sensitive: Annotated[float, Meta(ge=0, le=1), "Share of training samples that no upload may learn from."] = 0.0
+    marks: Annotated[Marks, "samples: as many of each class; classes: all of so many of a device's classes."] = (
+        "samples"
+    )
 
 
 _ONLY_FOR: Final = {

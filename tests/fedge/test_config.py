@@ -18,15 +18,15 @@ class Colour(StrEnum):
 
 
 class Settings(Struct, frozen=True, kw_only=True):
-    broker: Annotated[str, Meta(description="Where it listens.")]
-    rounds: Annotated[int, Meta(ge=1, description="Rounds to run.")] = 30
-    deadline_s: Annotated[float, Meta(gt=0, description="Time of a round.", extra={"unit": "s"})] = 60.0
-    colour: Annotated[Colour, Meta(description="A choice.")] = Colour.RED
-    kind: Annotated[Literal["hot", "cold"], Meta(description="Another choice.")] = "hot"
-    home: Annotated[Path, Meta(description="A folder.")] = Path("here")
-    json: Annotated[bool, Meta(description="A switch.")] = False
-    limit: Annotated[float, Meta(ge=0, description="May be absent.")] | None = None
-    password: Annotated[Secret | None, Meta(description="Never shown.")] = None
+    broker: Annotated[str, "Where it listens."]
+    rounds: Annotated[int, Meta(ge=1), "Rounds to run."] = 30
+    deadline_s: Annotated[float, Meta(gt=0, extra={"unit": "s"}), "Time of a round."] = 60.0
+    colour: Annotated[Colour, "A choice."] = Colour.RED
+    kind: Annotated[Literal["hot", "cold"], "Another choice."] = "hot"
+    home: Annotated[Path, "A folder."] = Path("here")
+    json: Annotated[bool, "A switch."] = False
+    limit: Annotated[Annotated[float, Meta(ge=0)] | None, "May be absent."] = None
+    password: Annotated[Secret | None, "Never shown."] = None
 
 
 @pytest.fixture
@@ -157,7 +157,7 @@ def test_flags_of_every_field() -> None:
 
 def test_what_commands_have_in_common_comes_after_their_own() -> None:
     class More(Settings, frozen=True, kw_only=True):
-        own: Annotated[int, Meta(description="Of this command alone.")] = 0
+        own: Annotated[int, "Of this command alone."] = 0
 
     assert [s.name for s in describe(More, "coordinator")] == ["own", *(s.name for s in describe(Settings, "agent"))]
 
@@ -205,7 +205,7 @@ def test_there_is_a_section_for_every_command() -> None:
 
 def test_a_name_that_is_none_is_refused_in_words() -> None:
     class Named(Struct, frozen=True, kw_only=True):
-        id: Annotated[Name, Meta(description="A name.")]
+        id: Annotated[Name, "A name."]
 
     assert resolve(Named, "agent", None, {"id": "cam-1.b"}).id == "cam-1.b"
     for wrong in ("a/b", "", "-x", "a" * 64):

@@ -94,7 +94,7 @@ def shared() -> list[str]:
 
 def text_of(hint: object) -> str:
     """The description of a setting."""
-    return next((meta.description for meta in typing.get_args(hint)[1:] if getattr(meta, "description", None)), "")
+    return next((text for text in typing.get_args(hint)[1:] if isinstance(text, str)), "")
 
 
 def section(name: str) -> str:
@@ -132,9 +132,10 @@ def values(hint: object) -> str:
     """A type as people read it."""
     origin = typing.get_origin(hint)
     if origin is typing.Annotated:
-        inner, meta = typing.get_args(hint)[:2]
+        inner, *about = typing.get_args(hint)
         signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
-        bounds = [f"{sign} {getattr(meta, name)}" for name, sign in signs.items() if getattr(meta, name) is not None]
+        named = [(sign, getattr(each, name, None)) for each in about for name, sign in signs.items()]
+        bounds = [f"{sign} {bound}" for sign, bound in named if bound is not None]
         return " ".join([values(inner), ", ".join(bounds)]).strip()
     if origin is typing.Literal:
         return ", ".join(f"`{shown(value)}`" for value in typing.get_args(hint))
