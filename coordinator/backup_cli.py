@@ -161,15 +161,13 @@ def backup(folder: Path, home: Path, store: str | None, as_json: bool) -> int:
     FOLDER gets the tables as one file and the tensors, even if they are on a server or in a bucket, but no keys and no
     certificates.
 
-    \b
     Examples:
       fedge backup backups/monday --home shop
       fedge backup backups/monday --home shop --store postgresql://fedge@db/fedge
 
-    \b
     Exit codes: 0 done, 2 no coordinator's folder or FOLDER is there already, 4 the store cannot be read or the copy
     cannot be written, or a tensor is damaged.
-    """  # noqa: D301 - click wants the backspace character itself
+    """
     return _tell("backed_up", back_up(home, store, folder), home, folder, folder, as_json)
 
 
@@ -185,15 +183,13 @@ def restore(folder: Path, home: Path, store: str | None, blobs: str | None, as_j
     Start `fedge coordinator` with it as before, once the old coordinator has ended for good. It continues with the
     round that was under way when the backup was made. What devices have answered since then, they are asked again.
 
-    \b
     Examples:
       fedge restore backups/monday --home shop2
       fedge restore backups/monday --home shop2 --store postgresql://fedge@db/fedge --blobs s3://tensors/shop2
 
-    \b
     Exit codes: 0 done, 2 no backup, or HOME or the federation's schema is there already, 4 the backup cannot be read or
     the home cannot be written, a newer fedge made it, or a tensor is damaged.
-    """  # noqa: D301
+    """
     return _tell("restored", restore_to(folder, home, store, blobs), folder, home, home, as_json)
 
 

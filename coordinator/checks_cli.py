@@ -54,7 +54,6 @@ def check(
     counts them; DEVICES are further sources, each what one device would read. Folders of images above the class folders
     count as devices. Remarks: devices with few samples, class folders without images, class names with a typo.
 
-    \b
     Examples:
       fedge check --task image-folder --data photos
       fedge check --task my_task:MyTask --data samples/all.npz --model my_task:network
@@ -62,9 +61,8 @@ def check(
       fedge check --task engines.toml cam1.csv cam2.csv cam3.csv
       fedge check --task image-folder --data photos --model resnet-18 --ram-gb 0.5
 
-    \b
     Exit codes: 0 it works, perhaps with a remark, 2 wrong usage, or it would not work.
-    """  # noqa: D301 - click wants the backspace character itself
+    """
     settings = resolve(CheckSettings, "check", config, flags)
     name, own = method_and_options(settings.method)
     lacking = without_profile(name, resolve_options(config, options) | own)

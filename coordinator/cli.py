@@ -54,7 +54,6 @@ def coordinator(config: Path | None, options: tuple[str, ...], as_json: bool, **
     You may kill it at any time: started again with the same --home, it continues where it was. It writes the task to
     HOME/task.json, for devices that cannot tell it from their own data. It does not train on the samples of --data.
 
-    \b
     Examples:
       fedge coordinator --broker localhost:1883 --federation shop --home shop --task digits --devices 12
       fedge coordinator --broker localhost:1883 --federation shop --home shop --task image-folder --data samples
@@ -62,10 +61,9 @@ def coordinator(config: Path | None, options: tuple[str, ...], as_json: bool, **
       fedge coordinator --config edge_server.toml --method ditto --option proximal_lambda=0.3
       fedge coordinator --config edge_server.toml --role intake
 
-    \b
     Exit codes: 0 done, 2 wrong configuration, 3 the broker refuses us, 4 the disk is full or broken or the
     store's server does not answer, 6 done, but no device has a bundle, 130 stopped.
-    """  # noqa: D301 - click wants the backspace character itself
+    """
     settings = resolve(CoordinatorSettings, "coordinator", config, flags)
     bind(federation=settings.federation)
     own = resolve_options(config, options)
@@ -222,17 +220,15 @@ def status(config: Path | None, as_json: bool, **flags: object) -> int:
 
     With --home it shows what the coordinator wrote last, and how long ago; the coordinator need not be running.
 
-    \b
     Examples:
       fedge status --home shop
       fedge status --home shop --json
       fedge status --broker localhost:1883 --federation shop
       fedge status --broker server:8883 --federation shop --ca-file ca.crt --cert-file status.crt --key-file status.key
 
-    \b
     Exit codes: 0, 2 wrong usage, no coordinator's folder or no device of such a federation, 3 the broker refuses us or
     cannot be reached, 4 what the coordinator wrote cannot be read.
-    """  # noqa: D301 - click wants the backspace character itself
+    """
     settings = resolve(StatusSettings, "status", config, flags)
     match settings.home, settings.broker, settings.federation:
         case Path() as home, None, None:

@@ -94,14 +94,12 @@ def ago(at: float | None) -> str:
 def devices(home: Path, store: str | None, as_json: bool) -> int:
     """List the devices of a federation: state, last message, bundle, accuracy, outliers, and why it takes no part.
 
-    \b
     Examples:
       fedge devices --home shop
       fedge devices --home shop --json
 
-    \b
     Exit codes: 0, 2 no coordinator's folder, 4 what the coordinator wrote cannot be read.
-    """  # noqa: D301 - click wants the backspace character itself
+    """
     with _watch(home, store) as watch:
         found = watch.state()["devices"]
     columns: dict[str, Callable[[dict[str, Any]], object]] = {
@@ -126,14 +124,12 @@ def devices(home: Path, store: str | None, as_json: bool) -> int:
 def rounds(home: Path, store: str | None, as_json: bool, last: int) -> int:
     """List the rounds: who was asked, how many answered, were late or failed, accuracy.
 
-    \b
     Examples:
       fedge rounds --home shop
       fedge rounds --home shop --last 100 --json
 
-    \b
     Exit codes: 0, 2 no coordinator's folder, 4 what the coordinator wrote cannot be read.
-    """  # noqa: D301
+    """
     with _watch(home, store) as watch:
         found = watch.state()["rounds_list"][-last:]
     columns: dict[str, Callable[[dict[str, Any]], object]] = {
@@ -159,14 +155,12 @@ def _clock(at: float) -> str:
 def why(device: str, round_: int | None, home: Path, store: str | None, as_json: bool) -> int:
     """Explain the state of a device, and what it did in a round.
 
-    \b
     Examples:
       fedge why cam7 --home shop
       fedge why cam7 12 --home shop
 
-    \b
     Exit codes: 0, 2 no coordinator's folder or nobody has heard of such a device, 4 the store cannot be read.
-    """  # noqa: D301
+    """
     with _watch(home, store) as watch:
         lines = watch.why(device, round_)
     click.echo(
@@ -188,15 +182,13 @@ def events(
 ) -> int:
     """List what has happened, oldest first.
 
-    \b
     Examples:
       fedge events --home shop --follow
       fedge events --home shop --device cam7 --last 200
       fedge events --home shop --round 12 --json
 
-    \b
     Exit codes: 0, 2 no coordinator's folder, 4 the store cannot be read, 130 stopped.
-    """  # noqa: D301
+    """
     with contextlib.closing(opened(home, store)) as found:
         new = found.events(device=device, round=round_, last=last)
         after = 0
@@ -232,7 +224,7 @@ def _asks(name: str, about: str, arguments: str = "") -> click.Command:
     if arguments:
         command = click.argument("device")(command)
     codes = "Exit codes: 0, 2 no coordinator's folder or no such name, 4 the store cannot be written."
-    text = f"{about}\n\n\b\nExamples:\n  fedge {name}{arguments} --home shop\n\n\b\n{codes}"
+    text = f"{about}\n\nExamples:\n  fedge {name}{arguments} --home shop\n\n{codes}"
     return click.command(name, help=text)(command)
 
 
@@ -278,16 +270,14 @@ def ui(config: Path | None, as_json: bool, **flags: object) -> int:
     machine, log in with the token in HOME/ui-token. /metrics is for Prometheus. The page starts a rollout by `fedge
     rollout start` with section [rollout] of --config; the rollout continues when the page ends.
 
-    \b
     Examples:
       fedge ui --home shop
       fedge ui --home shop --rollouts releases --config fleet.toml
       fedge ui --home shop --host 0.0.0.0 --http-cert-file own.crt --http-key-file own.key
       fedge ui --home shop --host 0.0.0.0 --http-cert-file own.crt --http-key-file own.key --members server/coordinator
 
-    \b
     Exit codes: 2 wrong usage, 3 the port is taken, 130 stopped.
-    """  # noqa: D301
+    """
     settings = resolve(UiSettings, "ui", config, flags)
     asyncio.run(until_stopped(_shown(settings, as_json, config)))
     return INTERRUPTED

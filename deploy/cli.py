@@ -72,7 +72,6 @@ def infer(bundle: Path, inputs: tuple[Path, ...], config: Path | None, as_json: 
     Each sample is shown with its class, the probability, and of each model in the mixture the weight and, in brackets,
     the calibrated energy: the lower, the surer the model is.
 
-    \b
     Examples:
       fedge infer bundles/3 photo.png
       fedge infer bundles/3 photos --json
@@ -81,10 +80,9 @@ def infer(bundle: Path, inputs: tuple[Path, ...], config: Path | None, as_json: 
       fedge infer bundles/3 test.npz --runtime lazy
       fedge infer bundles/3 test.npz --provider tensorrt --provider-options trt_fp16_enable=1
 
-    \b
     Exit codes: 0 done, 2 no bundle there, an input that cannot be read or a provider that does not run here, 5 the
     bundle is not what its manifest says.
-    """  # noqa: D301 - click needs the character itself
+    """
     settings = resolve(InferSettings, "infer", config, flags)
     how = how_of(settings.runtime, settings.mode, settings.threads, settings.provider, settings.provider_options)
     runtime = load_as(bundle, how)

@@ -37,17 +37,15 @@ def install(bundle: Path | None, home: Path, root: Path | None, *, as_json: bool
     of a higher release is handed over to it: it does the same, and serves the bundle on trial. --root needs it stopped.
     Later bundles come by `fedge rollout`.
 
-    \b
     Examples:
       fedge install --home cam1 bundle
       fedge install --home cam1 --root releases/metadata/1.root.json bundle
       fedge install --home cam1 --root 1.root.json --json
 
-    \b
     Exit codes: 0 done, 2 no bundle or root of trust there, nothing to do, or HOME in use by another command, 4 the disk
     is full or broken, 5 the bundle is not what its manifest says, or not fit for this device; the previous one stays in
     service.
-    """  # noqa: D301 - click needs the character itself
+    """
     if bundle is None and root is None:
         raise click.UsageError("name a bundle, --root, or both")
     if bundle is not None and not bundle.is_dir():

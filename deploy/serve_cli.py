@@ -95,7 +95,6 @@ def serve(folders: tuple[str, ...], config: Path | None, as_json: bool, **flags:
     --home, and sensors may send samples over MQTT. Before you let other machines in, give it a certificate
     (--http-cert-file) and a token (docs/runtime.md).
 
-    \b
     Examples:
       fedge serve cam1/bundles/3
       fedge serve front=cam1/bundles/3 back=cam2/bundles/3 --port 9000
@@ -105,11 +104,10 @@ def serve(folders: tuple[str, ...], config: Path | None, as_json: bool, **flags:
       fedge serve --home cam1 --broker server:1883 --federation shop --id cam1
       fedge serve --home cam1 --host 0.0.0.0 --http-cert-file own.crt --http-key-file own.key --token 3f9c1b7e52a80d46
 
-    \b
     Exit codes: 2 wrong configuration, no such bundle, HOME in use, the provider does not run here, 3 the port is taken,
     4 the disk is full or broken, 5 a bundle is not what its manifest says, 130 stopped, after answering open requests.
     It keeps serving while the broker is away or refuses us.
-    """  # noqa: D301 - click wants the backspace character itself
+    """
     settings = resolve(ServeSettings, "serve", config, flags)
     bind(federation=settings.federation, device=settings.id)
     rules = rules_of(settings.home, settings.egress, config)

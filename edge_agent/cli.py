@@ -41,16 +41,14 @@ def agent(config: Path | None, as_json: bool, **flags: object) -> int:
     nothing and needs no labels: methods with a global model (fedge, fedavg, ...) send that as a finished bundle, fedcoe
     sends one for its samples.
 
-    \b
     Examples:
       fedge agent --broker server:1883 --federation shop --id cam1 --home cam1 --task digits --data cam1.npz
       fedge agent --config raspberry_pi.toml --id cam3 --inference-only
       fedge agent --config raspberry_pi.toml --id cam2
       fedge agent --config raspberry_pi.toml --max-temperature-c 70 --json
 
-    \b
     Exit codes: 2 wrong configuration, 3 the broker refuses us, 4 the disk is full or broken, 130 stopped.
-    """  # noqa: D301 - click wants the backspace character itself
+    """
     settings = resolve(AgentSettings, "agent", config, flags)
     rules = rules_of(settings.home, settings.egress, config)
     bind(federation=settings.federation, device=settings.id)

@@ -57,16 +57,14 @@ def enrol(
     Writes FOLDER/identity and FOLDER/agent.toml, the configuration of `fedge agent`; an existing one stays unchanged.
     As root under systemd it also makes the agent a service of the user fedge, and starts it. A kit names no code.
 
-    \b
     Examples:
       fedge enrol /media/stick/cam1.kit --task digits --data /srv/cam1.npz
       fedge enrol cam1.kit --folder ./cam1 --data photos
       fedge enrol --request cam1
 
-    \b
     Exit codes: 0 done, 2 there is no DATA, or the kit is damaged, expired, of another federation or another device than
     this one, or for a key that is not here, 4 a file cannot be written.
-    """  # noqa: D301 - click needs the character itself
+    """
     if (kit is None) == (device_id is None):
         raise click.UsageError("give a start-up kit, or --request ID")
     if device_id is not None:

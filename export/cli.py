@@ -62,17 +62,15 @@ def export(
     (`fedge infer --runtime int8`), unless that predicts worse on HOME/validation.npz than the limits allow, or is
     slower on this machine: run it on the board that will predict.
 
-    \b
     Examples:
       fedge export cam1
       fedge export cam1 --out bundle
       fedge export cam1 cam2 --out bundles --json
       fedge export cam1 --out small --int8
 
-    \b
     Exit codes: 0 verified, 2 no bundle or validation samples there or --out exists, 4 the copy cannot be written, 5 a
     bundle is not what its manifest says, or 8 bits predict too badly or too slowly.
-    """  # noqa: D301 - click needs the character itself
+    """
     if int8 and out is None:
         raise ConfigError("--int8 makes a copy: name a folder for it with --out")
     for home in homes:

@@ -23,17 +23,15 @@ def release() -> None:
     REPO is a folder of The Update Framework: keys, signed metadata, manifests and parts. Devices hold its first root
     (`fedge install --root REPO/metadata/1.root.json`); `fedge rollout` brings its releases to them.
 
-    \b
     Examples:
       fedge release init releases
       fedge release add releases bundle
       fedge release renew releases
       fedge release show releases --json
 
-    \b
     Exit codes: 0 done, 2 no repository there, a key is missing, or that release exists, 4 the disk is full or broken,
     5 the bundle is not what its manifest says.
-    """  # noqa: D301 - click needs the character itself
+    """
 
 
 @release.command()
@@ -45,13 +43,11 @@ def init(repo: Path, *, as_json: bool) -> None:
     Keep REPO/keys/root.*.pem and REPO/keys/targets.*.pem offline, on a separate medium. `rotate` needs the first, `add`
     the second; `renew`, which runs online, needs only the keys of snapshot and timestamp.
 
-    \b
     Examples:
       fedge release init releases
 
-    \b
     Exit codes: 0 done, 2 REPO is not empty, 4 it cannot be written.
-    """  # noqa: D301 - click needs the character itself
+    """
     _tell(repo, Repository.create(repo), as_json=as_json)
 
 
@@ -67,16 +63,14 @@ def add(repo: Path, bundle: Path, name: str, number: int | None, *, as_json: boo
     A release never changes: count up. A device takes no release below the highest that it has had, whoever made it.
     `fedge rollout make` releases what a coordinator has learned.
 
-    \b
     Examples:
       fedge release add releases bundle
       fedge release add releases cam1 --number 8
       fedge release add releases cam1/bundles/7 --name cam1
 
-    \b
     Exit codes: 0 done, 2 no repository or no bundle there, a key is missing, or that release exists with another
     content, 4 the disk is full or broken, 5 the bundle is not what its manifest says.
-    """  # noqa: D301 - click needs the character itself
+    """
     if not bundle.is_dir():
         raise ConfigError(f"no bundle at {bundle}: name the folder that holds manifest.json")
     target = Repository(repo).add(newest(bundle).folder, name, number=number)
@@ -93,13 +87,11 @@ def rotate(repo: Path, role: str, *, as_json: bool) -> None:
     A lost root key cannot be replaced this way, since the old one must sign the new one: devices then need a new root
     of trust by hand.
 
-    \b
     Examples:
       fedge release rotate releases timestamp
 
-    \b
     Exit codes: 0 done, 2 no repository there or a key is missing, 4 the disk is full or broken.
-    """  # noqa: D301 - click needs the character itself
+    """
     repository = Repository(repo)
     repository.rotate(role)
     _tell(repo, repository, as_json=as_json)
@@ -114,13 +106,11 @@ def renew(repo: Path, *, as_json: bool) -> None:
     Needs the keys of snapshot and timestamp; those of root and targets only after half of their lifetime. A device that
     hears nothing new within a role's lifetime refuses all updates until it is renewed.
 
-    \b
     Examples:
       fedge release renew releases
 
-    \b
     Exit codes: 0 done, 2 no repository there or a key is missing, 4 the disk is full or broken.
-    """  # noqa: D301 - click needs the character itself
+    """
     repository = Repository(repo)
     repository.renew()
     _tell(repo, repository, as_json=as_json)
@@ -132,14 +122,12 @@ def renew(repo: Path, *, as_json: bool) -> None:
 def show(repo: Path, *, as_json: bool) -> None:
     """Show the releases, and when the signatures expire.
 
-    \b
     Examples:
       fedge release show releases
       fedge release show releases --json
 
-    \b
     Exit codes: 0 done, 2 no repository there.
-    """  # noqa: D301 - click needs the character itself
+    """
     _tell(repo, Repository(repo), as_json=as_json)
 
 

@@ -322,16 +322,14 @@ def broker(kind: str, host: str, port: int, home: Path | None, identity: Path | 
     It admits everybody who can reach the address, so keep it on this machine or a closed network. Or give Mosquitto an
     identity (`fedge provision`): it then admits members only, and restarts itself when a certificate is revoked.
 
-    \b
     Examples:
       fedge broker
       fedge broker --host 0.0.0.0 --port 1884 --kind mosquitto --home ./broker
       fedge broker --host 0.0.0.0 --port 8883 --identity /etc/fedge/broker
       fedge broker --port 0 --json
 
-    \b
     Exit codes: 0 stopped, 2 wrong usage, 3 it does not start or ends by itself.
-    """  # noqa: D301 - click wants the backspace character itself
+    """
     local = LocalBroker(kind, host=host, port=port, home=home, identity=identity)
     asyncio.run(_run(local, follow=identity is not None, as_json=as_json))
 

@@ -7,7 +7,9 @@ be trusted, 6 an end at which no device has a bundle, 130 interrupted (Ctrl-C or
 from __future__ import annotations
 
 import atexit
+import inspect
 import logging
+import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -157,6 +159,15 @@ class Commands(click.Group):
                 formatter.write_dl(theirs)
 
 
+def with_lines_kept(found: click.Command) -> click.Command:
+    """Have click not wrap the examples and exit codes in a command's help: a backspace before a paragraph tells it."""
+    found.help = re.sub(r"\n\n(?=Examples:|Exit codes:)", "\n\n\b\n", inspect.cleandoc(found.help or ""))
+    for each in found.commands.values() if isinstance(found, click.Group) else ():
+        with_lines_kept(each)
+    return found
+
+
+@with_lines_kept
 @click.command(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(fedge.__version__, prog_name="fedge")
 @click.option(
@@ -178,7 +189,6 @@ class Commands(click.Group):
 def command(log_level: str, log_format: Format) -> None:
     """Personalised federated learning that runs at the edge.
 
-    \b
     Examples:
       fedge demo
       fedge compare --methods fedavg,fedge --task digits --seeds 0,1,2
@@ -186,7 +196,7 @@ def command(log_level: str, log_format: Format) -> None:
       fedge coordinator --broker localhost:1883 --federation shop --home server --task digits
       fedge agent --broker localhost:1883 --federation shop --id cam1 --home cam1 --task digits --data samples/cam1.npz
       fedge infer cam1/bundles/1 samples/cam1-test.npz
-    """  # noqa: D301 - click wants the backspace character itself
+    """
     configure(log_level, log_format)
 
 
@@ -235,7 +245,7 @@ def _load(name: str, point: EntryPoint) -> click.Command:
             raise
         raise needs(error, f"fedge {name}", COMMANDS[name].extra) from error
     assert isinstance(loaded, click.Command)
-    return loaded
+    return with_lines_kept(loaded)
 
 
 if __name__ == "__main__":

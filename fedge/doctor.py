@@ -89,15 +89,13 @@ def doctor(config: Path | None, as_json: bool, **flags: object) -> int:
     with the coordinator's. It changes nothing, and does not disturb a running agent. What it could not check reads
     "skipped", with the setting that is missing.
 
-    \b
     Examples:
       fedge doctor --config /etc/fedge/agent.toml
       fedge doctor --role coordinator --config edge_server.toml
       fedge doctor --broker server:8883 --federation shop --id cam1 --identity /etc/fedge/identity --json
 
-    \b
     Exit codes: 0 nothing is bad, 1 something is, 2 wrong usage or configuration.
-    """  # noqa: D301 - click wants the backspace character itself
+    """
     own = resolve(DoctorSettings, "doctor", config, flags)
     told = {k: v for k, v in section_of(config, own.role).items() if k in DoctorSettings.__struct_fields__}
     given = {name: value for name, value in flags.items() if value is not None}

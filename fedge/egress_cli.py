@@ -44,16 +44,14 @@ def egress(home: Path, rules: bool, egress: Path | None, last: int, as_json: boo
     leaves: when, how many bytes, and what it reveals. --rules lists what may leave: the presets strict and default, and
     the owner's rules (docs/privacy.md). Bytes are those of payloads, without TLS and MQTT.
 
-    \b
     Examples:
       fedge egress cam1
       fedge egress cam1 --last 200
       fedge egress cam1 --rules
       fedge egress cam1 --json
 
-    \b
     Exit codes: 2 no such HOME, or a wrong file of the owner's, 4 the ledger cannot be read.
-    """  # noqa: D301 - click wants the backspace character itself
+    """
     if not home.is_dir():
         raise ConfigError(f"there is no {home}: name the folder that `fedge agent` or `fedge serve` has as --home")
     if rules:

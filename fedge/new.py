@@ -32,14 +32,12 @@ def new(folder: Path, *, as_json: bool) -> None:
 
     FOLDER must be new; its name is that of the project: letters, digits and dashes. README.md in it has the commands.
 
-    \b
     Examples:
       fedge new my-task
       fedge new ~/projects/press-states --json
 
-    \b
     Exit codes: 0 done, 2 an impossible name, or a folder that is not empty, 4 a file cannot be written.
-    """  # noqa: D301 - click wants the backspace character itself
+    """
     name = folder.absolute().name
     module = name.replace("-", "_")
     if not (name.isascii() and module.isidentifier()) or keyword.iskeyword(module):

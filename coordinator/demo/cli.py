@@ -28,7 +28,6 @@ def demo(config: Path | None, options: tuple[str, ...], json_file: Path | None, 
     bundle for each device. Then every bundle is run by ONNX Runtime on its device's own unseen test samples, and
     compared with simpler ways to learn that had the same budget.
 
-    \b
     Examples:
       fedge demo
       fedge demo --partition dirichlet --alpha 0.3 --seed 1
@@ -38,10 +37,9 @@ def demo(config: Path | None, options: tuple[str, ...], json_file: Path | None, 
       fedge demo --secure
       fedge demo --broker mosquitto --json figures.json --out try-1
 
-    \b
     Exit codes: 0 every device has a bundle and it ran, 1 a process failed (the end of its log is shown),
     2 wrong usage, 3 the broker does not start or cannot be reached, 130 stopped by Ctrl-C.
-    """  # noqa: D301 - click wants the backspace character itself
+    """
     settings = resolve(DemoSettings, "demo", config, flags)
     name, own = method_and_options(settings.method)
     own = resolve_options(config, options) | own

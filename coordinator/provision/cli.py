@@ -42,17 +42,15 @@ def provision() -> None:
     FOLDER/ca.key is the federation's authority: who has it can let in anyone. Only these commands read it;
     broker and coordinator do not. docs/security-setup.md goes through it all.
 
-    \b
     Examples:
       fedge provision init workshop edge-server.local
       fedge provision broker
       fedge provision device cam1 --to /media/stick
       fedge provision revoke cam1
 
-    \b
     Exit codes: 0 done, 2 wrong usage, no such member, or one of that name is there, 3 the broker cannot be reached, 4 a
     file cannot be written.
-    """  # noqa: D301 - click needs the character itself
+    """
 
 
 @provision.command()
@@ -70,14 +68,12 @@ def init(federation: str, host: str, port: int, days: int, folder: Path, *, as_j
     HOST is the name or address by which the devices reach the broker; its certificate is for that, and for localhost.
     FOLDER/coordinator.toml is written for `fedge coordinator --config`.
 
-    \b
     Examples:
       fedge provision init workshop edge-server.local
       fedge provision init workshop 192.168.1.5 --port 8884 --folder ./workshop
 
-    \b
     Exit codes: 0 done, 2 wrong usage, or FOLDER holds a federation, 4 a file cannot be written.
-    """  # noqa: D301 - click needs the character itself
+    """
     settings = given(Federation, {"federation": federation, "host": host, "port": port, "days": days})
     issuer = Issuer.create(folder, settings)
     service.write_public(folder / "coordinator.toml", _coordinator_toml(issuer))
@@ -106,14 +102,12 @@ def server(name: str, folder: Path, *, as_json: bool) -> None:
 
     `init` does so for those that each federation has. Afterwards it is for one that was revoked.
 
-    \b
     Examples:
       fedge provision server status
       fedge provision revoke coordinator && fedge provision server coordinator
 
-    \b
     Exit codes: 0 done, 2 no federation there, or the certificate of that name is good, 4 a file cannot be written.
-    """  # noqa: D301 - click needs the character itself
+    """
     issuer = Issuer(folder)
     issuer.equip(Role(name))
     how = f"; {installation.restart_broker(issuer)}" if name == Role.BROKER else ""
@@ -141,16 +135,14 @@ def device(
     ID is the device's name in the federation. Whoever reads a kit can speak for its device: carry it on a medium of
     your own, and delete it afterwards. A kit that answers a --request holds no key.
 
-    \b
     Examples:
       fedge provision device cam1 cam2 --to /media/stick
       fedge provision device cam1 --task /var/lib/fedge-coordinator/task.json
       fedge provision device --request cam3.csr
 
-    \b
     Exit codes: 0 done, 2 no federation there, a device cannot be called so, or one of that name has a certificate, 4 a
     file cannot be written.
-    """  # noqa: D301 - click needs the character itself
+    """
     if not ids and not requests:
         raise click.UsageError("name the devices, or give their requests")
     if not to.is_dir():
@@ -177,13 +169,11 @@ def relay(site: str, to: Path, folder: Path, *, as_json: bool) -> None:
     its own, which `fedge provision init` makes on the relay's machine, and whose coordinator the relay is: devices of
     other sites, and those above, take no order from it.
 
-    \b
     Examples:
       fedge provision relay north --to /media/stick
 
-    \b
     Exit codes: 0 done, 2 no federation there, or one of that name has a certificate, 4 a file cannot be written.
-    """  # noqa: D301 - click needs the character itself
+    """
     issuer = Issuer(folder)
     issuer.equip_relay(site, to / site)
     _tell(f"{to / site} is the identity of relay {site}", {"identity": str(to / site)}, as_json=as_json)
@@ -227,15 +217,13 @@ def revoke(names: tuple[str, ...], folder: Path, *, as_json: bool) -> None:
     service of systemd you start it anew yourself. The coordinator takes nothing from the revoked any more. A device of
     that name may be enrolled again with a new kit.
 
-    \b
     Examples:
       fedge provision revoke cam1
       fedge provision revoke coordinator
 
-    \b
     Exit codes: 0 done, 2 no federation or no such member there, or the broker does not start, 4 a file cannot be
     written.
-    """  # noqa: D301 - click needs the character itself
+    """
     issuer = Issuer(folder)
     for name in names:
         issuer.revoke(name)
@@ -252,14 +240,12 @@ def renew(folder: Path, *, as_json: bool) -> None:
     `fedge provision broker` has systemd do so. Agents ask by themselves, over the broker, with the key that they have.
     A device that was off until its certificate expired needs a new kit.
 
-    \b
     Examples:
       fedge provision renew
 
-    \b
     Exit codes: 0 done, 2 no federation there, 3 the broker cannot be reached: the server's are renewed, the devices'
     not, 4 a file cannot be written.
-    """  # noqa: D301 - click needs the character itself
+    """
     issuer = Issuer(folder)
     renewed = issuer.refresh()
     how = f"; {installation.restart_broker(issuer)}" if {Role.BROKER, CRL} & set(renewed) else ""
@@ -279,13 +265,11 @@ def broker(folder: Path, *, as_json: bool) -> None:
     that runs as the user fedge, and has `fedge provision renew` run daily. Without systemd you start Mosquitto anew
     yourself, or have `fedge broker --identity FOLDER/broker` instead.
 
-    \b
     Examples:
       fedge provision broker
 
-    \b
     Exit codes: 0 done, 2 no federation there, Mosquitto is not installed or does not start, 4 a file cannot be written.
-    """  # noqa: D301 - click needs the character itself
+    """
     issuer = Issuer(folder)
     file = installation.configure_broker(issuer)
     if service.RUNNING.exists():

@@ -49,15 +49,13 @@ def relay(config: Path | None, as_json: bool, **flags: object) -> int:
     once; the relay answers with the sum of their updates. You may kill it at any time: started again with the same
     --home, it continues where it was. docs/scale.md says which methods work with relays.
 
-    \b
     Examples:
       fedge relay --broker server:1883 --federation shop --id north --home north --task task.json
         --site-broker localhost:1883 --site-federation north
       fedge relay --config relay.toml --json
 
-    \b
     Exit codes: 2 wrong configuration, 3 a broker refuses us, 4 the disk is full or broken, 130 stopped.
-    """  # noqa: D301 - click wants the backspace character itself
+    """
     settings = resolve(RelaySettings, "relay", config, flags)
     bind(federation=settings.federation, device=settings.id)
 

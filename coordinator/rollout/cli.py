@@ -52,7 +52,6 @@ def rollout() -> None:
     REPO is a repository of `fedge release`; the state of its rollout is in REPO/rollout. Each device tests the bundle
     on its own samples before it switches, and reverts by itself.
 
-    \b
     Examples:
       fedge rollout make releases --home shop
       fedge rollout start releases 5/manifest.json --broker localhost:1883 --federation shop
@@ -60,10 +59,9 @@ def rollout() -> None:
       fedge rollout pause releases
       fedge rollout abort releases
 
-    \b
     Exit codes: 0 done, 1 aborted, 2 wrong usage, no such release, or another rollout is under way, 3 the broker refuses
     us, 4 the disk is full or broken, 130 stopped.
-    """  # noqa: D301 - click needs the character itself
+    """
 
 
 @rollout.command()
@@ -78,14 +76,12 @@ def make(repo: Path, home: Path, store: str | None, *, as_json: bool) -> None:
     coordinator may be running. Personal layers and the weights of experts are not part of this model: they are in the
     bundles that the devices make at the end of a run. Needs the keys of targets, snapshot and timestamp.
 
-    \b
     Examples:
       fedge rollout make releases --home shop
 
-    \b
     Exit codes: 0 done, 2 no repository, no coordinator's folder, nothing learned together yet or a key is missing, 4
     the store cannot be read or the release cannot be written.
-    """  # noqa: D301 - click needs the character itself
+    """
     target = make_release(repo, home, store)
     click.echo(json.dumps({"repo": str(repo), "target": target}) if as_json else target)
 
@@ -103,17 +99,15 @@ def start(repo: Path, target: str | None, config: Path | None, *, as_json: bool,
     that are off. An aborted release is not tried again, since devices remember what they refused: release the next
     number instead.
 
-    \b
     Examples:
       fedge rollout start releases 5/manifest.json --broker localhost:1883 --federation shop
       fedge rollout start releases 5/manifest.json --broker server:8883 --federation shop --canary cam1,cam2
       fedge rollout start releases 5/manifest.json --config fleet.toml --stages 0.05,0.25,1 --soak-s 3600 --json
       fedge rollout start releases --config fleet.toml
 
-    \b
     Exit codes: 0 done, 1 aborted, 2 wrong usage, no such release, its signatures have expired, the key of timestamp is
     not there, or another rollout is under way, 3 the broker refuses us, 4 the disk is full or broken, 130 stopped.
-    """  # noqa: D301 - click needs the character itself
+    """
     settings = resolve(RolloutSettings, "rollout", config, flags)
     broker = settings.at(settings.broker)
     repository, folder = Repository(repo), Folder(repo)
@@ -202,7 +196,7 @@ def _asks(request: Request, about: str) -> None:
             click.echo(f"{record.plan.id}: nobody supervises it; `fedge rollout start`, as before, will {request} it")
 
     codes = "Exit codes: 0 asked for, 2 there is no rollout, 4 the disk is full or broken."
-    text = f"{about}\n\n\b\nExamples:\n  fedge rollout {request} releases\n\n\b\n{codes}"
+    text = f"{about}\n\nExamples:\n  fedge rollout {request} releases\n\n{codes}"
     rollout.command(str(request), help=text)(_repo(_json(ask)))
 
 
@@ -217,14 +211,12 @@ _asks(Request.ABORT, "Stop a rollout: the devices that run the release go back t
 def status(repo: Path, *, as_json: bool) -> None:
     """Show the state of the rollout: stage, devices, reasons.
 
-    \b
     Examples:
       fedge rollout status releases
       fedge rollout status releases --json
 
-    \b
     Exit codes: 0, 2 there is no rollout, 4 its state cannot be read.
-    """  # noqa: D301 - click needs the character itself
+    """
     folder = Folder(repo)
     record = _record(folder, repo)
     supervised = folder.is_supervised()

@@ -28,7 +28,6 @@ def simulate(config: Path | None, options: tuple[str, ...], json_file: Path | No
     installed bundle, run by ONNX Runtime on its own unseen test samples. The options of a method are written after
     colons in its name, or with --option; docs/methods lists them.
 
-    \b
     Examples:
       fedge simulate
       fedge simulate --method fedavg+ft --partition groups --rounds 60
@@ -37,10 +36,9 @@ def simulate(config: Path | None, options: tuple[str, ...], json_file: Path | No
       fedge simulate --task uci-har --data ~/har --partition natural
       fedge simulate --task mnist --data ~/mnist --model cnn_fedavg --devices 100 --participation 0.3
 
-    \b
     Exit codes: 0 done, 1 an error, 2 wrong usage, no such data or method, 4 a file cannot be written,
     130 stopped by Ctrl-C.
-    """  # noqa: D301 - click wants the backspace character itself
+    """
     settings = resolve(SimulationSettings, "simulate", config, flags)
     name, own = method_and_options(settings.method)
     own = resolve_options(config, options) | own
@@ -68,16 +66,14 @@ def compare(config: Path | None, json_file: Path | None, **flags: object) -> Non
     done are kept in --out: started again with the same settings, it goes on where it was, also with more methods or
     seeds.
 
-    \b
     Examples:
       fedge compare --methods local,fedavg,fedavg+ft,fedge --partition groups
       fedge compare --methods fedepc,fedepc:clustering=k-means --seeds 0,1,2,3,4 --out ablation
       fedge compare --methods fedavg,scmoe-pfl,fedge --alpha 0.1 --json figures.json
 
-    \b
     Exit codes: 0 done, 1 a run failed, 2 wrong usage, no such data or method, 4 a file cannot be written or read,
     130 stopped by Ctrl-C.
-    """  # noqa: D301 - click wants the backspace character itself
+    """
     settings = resolve(CompareSettings, "compare", config, flags)
     check_partitioning(settings)
     if json_file is not None:

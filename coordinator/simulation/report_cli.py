@@ -38,15 +38,13 @@ def report(folder: Path, *, as_json: bool) -> None:
     report.html, figures.json, figures.csv and accuracy.svg are written anew; run.json has the configuration, versions,
     seed and commit.
 
-    \b
     Examples:
       fedge report run-1
       fedge report shop
       fedge report run-1 --json
 
-    \b
     Exit codes: 0 done, 2 no such folder, or not that of a run, 4 a file cannot be read or written.
-    """  # noqa: D301 - click wants the backspace character itself
+    """
     run = runs.read(folder)
     try:
         made = remade(folder, run)

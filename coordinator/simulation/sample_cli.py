@@ -26,15 +26,13 @@ def sample(config: Path | None, as_json: bool, **flags: object) -> None:
     OUT/cam1.npz is what an agent takes as --data, OUT/cam1-test.npz holds samples of the same device that it has never
     seen, for `fedge infer`. OUT/task.json describes the task.
 
-    \b
     Examples:
       fedge sample
       fedge sample --task digits --devices 2 --partition groups --n-groups 2 --out samples
       fedge sample --task mnist --data ~/mnist --samples 4000 --alpha 0.3
 
-    \b
     Exit codes: 0 done, 2 wrong usage, no such data, OUT is not empty, 4 a file cannot be written.
-    """  # noqa: D301 - click wants the backspace character itself
+    """
     settings = resolve(SampleSettings, "sample", config, flags)
     check_partitioning(settings)
     samples, _ = samples_of(settings, settings.seed, 0.0)

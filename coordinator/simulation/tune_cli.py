@@ -35,17 +35,15 @@ def tune(config: Path | None, search: tuple[str, ...], json_file: Path | None, *
     The best configuration is written as a file for `fedge simulate` and `fedge coordinator`. Started again with the
     same settings and --out, a search goes on where it was.
 
-    \b
     Examples:
       fedge tune --method fedavg --search learning_rate
       fedge tune --method fedprox --search learning_rate=0.01..0.3 --search proximal_mu=0.001..1 --trials 40
       fedge tune --partition groups --search batch_size=16,32,64 --search gamma=0..0.9 --out search
       fedge simulate --config search/best.toml
 
-    \b
     Exit codes: 0 done, 1 every trial failed, 2 wrong usage, no such data or method, 4 a file cannot be written,
     130 stopped by Ctrl-C.
-    """  # noqa: D301 - click wants the backspace character itself
+    """
     settings = resolve(TuneSettings, "tune", config, flags)
     if json_file is not None:
         require_writable(json_file)

@@ -7,14 +7,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from coordinator.demo.cli import demo
 from coordinator.simulation.report import of_demo, table_of
-from fedge.cli import main
+from fedge.cli import command, main
 from tests.support.demo import WAYS, a_demonstration
 
 
 def test_help_shows_examples_and_exit_codes() -> None:
-    text = CliRunner().invoke(demo, ["--help"]).output
+    text = CliRunner().invoke(command, ["demo", "--help"]).output
     assert "fedge demo --task mnist" in text
     assert "\n    Exit codes: 0" in text or "\n  Exit codes: 0" in text
     assert "\\b" not in text
