@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from export import Candidate, GateWeights, Mixture, write_bundle
 from fedge import child
-from fedge.errors import ConfigError
+from fedge.errors import ConfigError, failing_as
 from fedge.messages import Role
 from fedge.task import TaskSpec
 from fedge.tensors import Layout, Model
@@ -90,12 +90,10 @@ def bundle_in_subprocess(
     Raises:
         ConfigError: such a network cannot be exported; the text says why.
     """
-    try:
+    with failing_as(ConfigError, f"no bundle of the network of task {task.name} can be made", on=ConfigError):
         return child.call(
             "coordinator.assembling:bundle_of", task, layout, model, release, method, returns=dict[str, bytes]
         )
-    except ConfigError as error:
-        raise ConfigError(f"no bundle of the network of task {task.name} can be made: {error}") from error
 
 
 def bundle_of(task: TaskSpec, layout: Layout, model: Model, release: int, method: str) -> dict[str, bytes]:

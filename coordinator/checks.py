@@ -21,7 +21,7 @@ from coordinator.methods import Option, method_class, options_of
 from fedge import child
 from fedge.bundle import slot
 from fedge.doctor import AGENT_GB
-from fedge.errors import ConfigError
+from fedge.errors import ConfigError, failing_as
 from fedge.task import TaskSpec
 from fedge.tensors import Layout, Model, to_bytes, unflatten
 
@@ -189,12 +189,10 @@ def first_model(task: TaskSpec, seed: int, without_profile: str = "") -> tuple[L
     Raises:
         ConfigError: the network cannot be built, or a run would be useless; the text says why.
     """
-    try:
+    with failing_as(ConfigError, f"the network of task {task.name} cannot be built", on=ConfigError):
         begun = child.call(
             "coordinator.checks:_begin", task, seed, without_profile, returns=tuple[Layout, Model, Examined]
         )
-    except ConfigError as error:
-        raise ConfigError(f"the network of task {task.name} cannot be built: {error}") from error
     layout, model, examined = begun
     require_sound(examined.findings)
     log.info("event=network parameters=%d bytes=%d ram_gb=%.2f", layout.n_params, examined.size_bytes, examined.ram_gb)

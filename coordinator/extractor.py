@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedge import child
-from fedge.errors import ConfigError
+from fedge.errors import ConfigError, failing_as
 from fedge.task import TaskSpec
 from fedge.tensors import Model
 
@@ -52,10 +52,8 @@ def trained_extractor(task: TaskSpec, x: NDArray[np.float32], y: NDArray[np.int6
     Raises:
         ConfigError: the child failed; the text holds what it said.
     """
-    try:
+    with failing_as(ConfigError, "no extractor can be trained on the labelled samples of the server", on=ConfigError):
         model, profiles = child.call(
             "coordinator.extractor_training:extracted", task, x, y, seed, returns=tuple[Model, NDArray[np.float64]]
         )
-    except ConfigError as error:
-        raise ConfigError(f"no extractor can be trained on the labelled samples of the server: {error}") from error
     return Extractor(model, profiles)

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, Final
 
-from fedge.errors import ConfigError
+from fedge.errors import ConfigError, failing_as
 from fedge.loading import needs
 
 log = logging.getLogger("fedge.coordinator")
@@ -93,14 +93,12 @@ def _mlflow(address: str, name: str, run: str) -> Iterator[Track]:
         from mlflow.exceptions import MlflowException
     except ModuleNotFoundError as error:
         raise needs(error, "--mlflow", "tracking") from error
-    try:
+    with failing_as(ConfigError, f"--mlflow {address}", on=MlflowException):
         client = MlflowClient(address)
         known = client.get_experiment_by_name(EXPERIMENT)
         experiment = known.experiment_id if known else client.create_experiment(EXPERIMENT)
         found = client.search_runs([experiment], f"tags.`fedge.run` = '{run}'", max_results=1)
         here = (found or [client.create_run(experiment, tags={"fedge.run": run}, run_name=name)])[0].info.run_id
-    except MlflowException as error:
-        raise ConfigError(f"--mlflow {address}: {error}") from error
 
     def write(number: int, figures: Mapping[str, float]) -> None:
         now = int(1000 * time.time())

@@ -27,13 +27,15 @@ from deploy.engines import (
 from deploy.runtime import Prediction, Runtime, load_as
 from fedge import images, table
 from fedge.config import resolve, settings_options
-from fedge.errors import ConfigError
+from fedge.errors import ConfigError, failing_as
 from fedge.preprocess import load_image
 from fedge.task import TaskSpec
 from fedge.text import printable
 
 MAX_ROWS = 20
 """Samples of one input that the table shows; --json has them all."""
+UNREADABLE = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile)
+"""What numpy raises of a file that holds no arrays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +108,11 @@ def _read(runtime: Runtime, path: Path) -> Samples:
         return Samples(rows["x"], rows.get("y"))
     if suffix not in {".npy", ".npz"}:
         raise ConfigError(f"cannot read {path}: use .png, .jpg, a folder or .zip of them, .npy, .npz, .csv or .parquet")
-    try:
-        with path.open("rb") as file:
-            loaded = np.load(file, allow_pickle=False)
-            if isinstance(loaded, np.ndarray):
-                return Samples(runtime.as_batch(loaded))
-            x, y = runtime.as_batch(loaded["x"]), loaded.get("y")
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
+    with failing_as(ConfigError, f"cannot read {path}", on=UNREADABLE), path.open("rb") as file:
+        loaded = np.load(file, allow_pickle=False)
+        if isinstance(loaded, np.ndarray):
+            return Samples(runtime.as_batch(loaded))
+        x, y = runtime.as_batch(loaded["x"]), loaded.get("y")
     if y is not None and y.shape != x.shape[:1]:
         raise ConfigError(f"{path}: y has the shape {y.shape}, x has {len(x)} samples")
     return Samples(x, y)

@@ -14,7 +14,7 @@ import msgspec
 from deploy.examination import Limits, examine
 from deploy.slots import Slots, newest_in_inbox, owned, slot_in, state_of
 from fedge.bundle import MANIFEST, Bundle, digest_in, look, read
-from fedge.errors import ConfigError, StoreError, UpdateRejected
+from fedge.errors import ConfigError, StoreError, UpdateRejected, failing_as
 from fedge.files import InUseError, whole_folder, write_atomically
 from fedge.rollout import MAX_METADATA_BYTES
 from fedge.task import TaskSpec
@@ -77,11 +77,8 @@ def install(bundle: Path | None, home: Path, root: Path | None, *, as_json: bool
 
 
 def _read_root(path: Path) -> bytes:
-    try:
-        with path.open("rb") as file:
-            return file.read(MAX_METADATA_BYTES)
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
+    with failing_as(ConfigError, f"cannot read {path}"), path.open("rb") as file:
+        return file.read(MAX_METADATA_BYTES)
 
 
 def install_in(home: Path, slots: Slots, new: Bundle) -> None:
@@ -127,15 +124,13 @@ def _hand_over(new: Bundle, home: Path) -> None:
     _require_highest(new, home)
     inbox = home / "bundles" / str(new.manifest.release)
     ours = not inbox.exists()
-    try:
+    with failing_as(StoreError, f"cannot write {inbox}"):
         if ours:
             with whole_folder(inbox) as unfinished:
                 for name in (MANIFEST, *new.manifest.files):
                     write_atomically(unfinished / name, (new.folder / name).read_bytes())
         elif digest_in(inbox) != new.digest:
             raise ConfigError(f"{inbox} holds another bundle of this number: give this one another")
-    except OSError as error:
-        raise StoreError(f"cannot write {inbox}: {error}") from error
     until = time.monotonic() + HANDED_S
     try:
         while not _answers(new, home):

@@ -33,7 +33,7 @@ from deploy.slots import Slots, newest_in_inbox
 from fedge.bundle import MANIFEST, Manifest, read
 from fedge.bundle import decode as decode_manifest
 from fedge.egress import Rules, WithheldError, without_figures
-from fedge.errors import ConfigError, FedgeError, ProtocolError, StoreError, TransportError, UpdateRejected
+from fedge.errors import ConfigError, FedgeError, ProtocolError, StoreError, TransportError, UpdateRejected, failing_as
 from fedge.files import BlobFolder, read_kept, versions_in, write_atomically
 from fedge.identity import Role, Subject
 from fedge.messages import Announcement, BlobRef, Health, Phase, Quality, Rollout, RolloutState, decode, encode
@@ -259,12 +259,10 @@ class Link:
         subject = Subject(self._federation, Role.DEVICE, self._id)
         self._signed = speaker(transport.settings, subject, self._home)
         seal = self._signed.seal
-        try:
+        with failing_as(StoreError, f"cannot write {self._home}"):
             self._received = BlobFolder(self._home / "received")  # metadata, until they are verified
             self._metadata = Receiver(transport, self._received, durable=False, max_bytes=MAX_METADATA_BYTES, seal=seal)
             self._parts = Receiver(transport, self._slots.parts, max_bytes=MAX_RELEASE_BYTES, seal=seal)
-        except OSError as error:
-            raise StoreError(f"cannot write {self._home}: {error}") from error
         await transport.subscribe(self._topics.rollout, self._on_rollout)
         transport.on_connect(self._on_connect)
 
@@ -514,10 +512,8 @@ class Link:
         if manifest.task.fingerprint() != mine.fingerprint():
             self._refuse(digest, f"task: the release is for {manifest.task.name}, this device does {mine.name}")
             return None
-        try:
+        with failing_as(UpdateRejected, "rollback", on=UpdateRejected):
             self._slots.may_take(manifest, digest)
-        except UpdateRejected as error:
-            raise UpdateRejected(f"rollback: {error}") from error
         return manifest
 
     def _require_room(self, fetched_bytes: int, staged_bytes: int) -> None:

@@ -10,7 +10,6 @@ JSON has no NaN: non-finite output values are null in JSON and unchanged in bina
 from __future__ import annotations
 
 import base64
-import binascii
 import io
 import math
 import re
@@ -26,7 +25,7 @@ from numpy.typing import NDArray
 
 from deploy.runtime import Prediction
 from fedge.bundle import INPUT, Manifest
-from fedge.errors import MALFORMED, ConfigError
+from fedge.errors import MALFORMED, ConfigError, failing_as
 from fedge.preprocess import load_image
 from fedge.task import TaskSpec
 
@@ -39,6 +38,8 @@ DATATYPES: Final = {
     "INT32": "<i4", "INT64": "<i8", "FP16": "<f2", "BF16": "<u2", "FP32": "<f4", "FP64": "<f8",
 }  # fmt: skip
 """Of numbers, as they are in binary: of BF16, which numpy does not know, the upper half of FP32. BYTES are pictures."""
+UNFIT: Final = (ValueError, OverflowError, RecursionError)
+"""What elements of another kind raise, in JSON or as numbers."""
 _ELEMENTS: Final[Mapping[str, type]] = {"b": bool, "u": int, "i": int, "f": float}
 
 Parameters = dict[str, bool | int | float | str | None]
@@ -119,10 +120,8 @@ def decode(body: bytes, header_bytes: int | None = None) -> Request:
     """
     if header_bytes is not None and not 0 < header_bytes <= len(body):
         raise ConfigError(f"Inference-Header-Content-Length is {header_bytes}, but the body has {len(body)} bytes")
-    try:
+    with failing_as(ConfigError, "the body is not an inference request", on=MALFORMED):
         request = msgspec.json.decode(body[:header_bytes], type=_Request)
-    except MALFORMED as error:
-        raise ConfigError(f"the body is not an inference request: {error}") from error
     names = [tensor.name for tensor in request.inputs]
     if names != [INPUT]:
         raise ConfigError(f"the inputs are {', '.join(names)[:200]}; give one, {INPUT}")
@@ -189,11 +188,9 @@ def _from_json(tensor: _InputTensor, dtype: np.dtype[Any], n_elements: int) -> N
     """The elements in JSON: a flat list, or nested lists of the given shape."""
     text = bytes(tensor.data)
     depth = len(tensor.shape) if re.match(rb"\s*\[\s*\[", text) else 1
-    try:
-        with np.errstate(over="ignore"):  # _finite sees it
-            x = np.array(_decoder(_ELEMENTS[dtype.kind], depth).decode(text), dtype)
-    except (*MALFORMED, ValueError, OverflowError) as error:
-        raise ConfigError(f"the data of {INPUT} are not {tensor.datatype}: {error}") from error
+    wrong = f"the data of {INPUT} are not {tensor.datatype}"
+    with failing_as(ConfigError, wrong, on=UNFIT), np.errstate(over="ignore"):  # _finite sees infinity
+        x = np.array(_decoder(_ELEMENTS[dtype.kind], depth).decode(text), dtype)
     if x.size != n_elements or (depth > 1 and x.shape != tensor.shape):
         raise ConfigError(f"{INPUT} has the shape {list(tensor.shape)}, but its data have {list(x.shape)}")
     return x.reshape(tensor.shape)
@@ -226,11 +223,9 @@ def _pictures(tensor: _InputTensor, tail: bytes | None) -> tuple[bytes, ...]:
 
 
 def _from_base64(tensor: _InputTensor) -> tuple[bytes, ...]:
-    try:
+    with failing_as(ConfigError, f"the data of {INPUT} are not a list of base64 strings, a picture each", on=UNFIT):
         texts = _decoder(str, 1).decode(bytes(tensor.data))
         return tuple(base64.b64decode(text, validate=True) for text in texts)
-    except (*MALFORMED, binascii.Error, ValueError) as error:
-        raise ConfigError(f"the data of {INPUT} are not a list of base64 strings, a picture each: {error}") from error
 
 
 def _lengths_and_bytes(tail: bytes) -> tuple[bytes, ...]:

@@ -29,7 +29,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from fedge.bundle import MANIFEST, Bundle, Manifest, Part, decode, digest_in, holds, look, read
-from fedge.errors import MALFORMED, StoreError, UpdateRejected
+from fedge.errors import MALFORMED, StoreError, UpdateRejected, failing_as
 from fedge.files import (
     BlobFolder,
     InUseError,
@@ -309,10 +309,8 @@ class Slots:
         """
         if self.running is None or (self.state.trial is not None and self.state.good is None):
             raise StoreError("there is no bundle to go back to")
-        try:
+        with failing_as(StoreError, "there is no bundle to go back to", on=(UpdateRejected, OSError)):
             other = read(self.staged)
-        except (UpdateRejected, OSError) as error:
-            raise StoreError(f"there is no bundle to go back to: {error}") from error
         if self.state.trial is None:
             if _is_whole(self.running) and digest_in(self.running) == other.digest:
                 raise StoreError("there is no bundle to go back to: both slots hold the same")

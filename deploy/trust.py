@@ -30,7 +30,7 @@ from tuf.api import exceptions
 from tuf.api.metadata import Metadata, Root, Timestamp
 from tuf.ngclient import FetcherInterface, Updater, UpdaterConfig
 
-from fedge.errors import MALFORMED, ConfigError, StoreError, UpdateRejected
+from fedge.errors import MALFORMED, ConfigError, StoreError, UpdateRejected, failing_as
 from fedge.files import make_folder, sync, write_atomically
 from fedge.messages import Announcement, Rollout, decode
 from fedge.rollout import MAX_METADATA_BYTES, signed_bytes
@@ -197,13 +197,11 @@ def install_root(home: Path, root: bytes) -> None:
         ConfigError: not root metadata signed by its own keys.
         StoreError: the disk is full or broken.
     """
-    try:
+    with failing_as(ConfigError, "this is not a root of trust", on=(exceptions.RepositoryError, ValueError)):
         metadata = Metadata[Root].from_bytes(root)
         genuine = isinstance(metadata.signed, Root)
         if genuine:
             metadata.signed.verify_delegate(Root.type, metadata.signed_bytes, metadata.signatures)
-    except (exceptions.RepositoryError, ValueError) as error:
-        raise ConfigError(f"this is not a root of trust: {error}") from error
     if not genuine:
         raise ConfigError("this is not a root of trust but other metadata: take 1.root.json")
     shutil.rmtree(home / "trust", ignore_errors=True)

@@ -24,7 +24,7 @@ from msgspec import Struct
 
 from fedge import weights
 from fedge.bundle import digest_in
-from fedge.errors import MALFORMED, DamagedError, FedgeError, ProtocolError, TransportError
+from fedge.errors import MALFORMED, DamagedError, FedgeError, ProtocolError, TransportError, failing_as
 from fedge.files import highest_release, remove_unread, write_atomically
 from fedge.messages import BlobRef, Codec, Order, Why
 from fedge.step import Failed, Steps, device_half
@@ -161,10 +161,8 @@ def newest(folder: Path, limit: int | None = None) -> bytes | None:
     rounds = [number for number in _numbers(folder) if limit is None or number <= limit]
     if not rounds:
         return None
-    try:
+    with failing_as(DamagedError, f"{folder / str(max(rounds))} cannot be read"):
         return (folder / str(max(rounds))).read_bytes()
-    except OSError as error:
-        raise DamagedError(f"{folder / str(max(rounds))} cannot be read: {error}") from error
 
 
 def _numbers(folder: Path) -> list[int]:
@@ -394,10 +392,8 @@ def decoded(data: bytes, kind: type[T]) -> T:
     Raises:
         DamagedError: it is damaged.
     """
-    try:
+    with failing_as(DamagedError, "what was kept for later rounds cannot be read", on=msgspec.DecodeError):
         return msgspec.msgpack.decode(data, type=kind)
-    except msgspec.DecodeError as error:
-        raise DamagedError(f"what was kept for later rounds cannot be read: {error}") from error
 
 
 def failed(error: Exception) -> Failed:

@@ -15,7 +15,7 @@ from fedge import certificates, service
 from fedge.certificates import load_certificate, load_key, new_key, pem_of, pem_of_key, request_of
 from fedge.config import section_of
 from fedge.credentials import CA, CERTIFICATE, KEY
-from fedge.errors import ConfigError
+from fedge.errors import ConfigError, failing_as
 from fedge.files import write_atomically
 from fedge.identity import subject_of
 from fedge.kit import MAX_BYTES, Kit, unseal
@@ -75,11 +75,9 @@ def enrol(
     assert kit is not None
     if data is not None and not data.exists():
         raise ConfigError(f"there is no {data}: bring the samples first, or leave out --data")
-    try:
+    with failing_as(ConfigError, str(kit), on=ConfigError):
         found = unseal(_read(kit))
         take(found, folder / IDENTITY)
-    except ConfigError as error:
-        raise ConfigError(f"{kit}: {error}") from error
     config = configure(found, folder, data, task)
     missing = {"task", "data"} - section_of(config, "agent").keys()
     started = folder == FOLDER and service.RUNNING.exists() and not missing and start(folder)

@@ -28,7 +28,7 @@ from typing import Final, Self, TypeVar
 import msgspec
 
 from edge_agent.uptime import boot, uptime_s
-from fedge.errors import MALFORMED, ConfigError, ProtocolError, StoreError
+from fedge.errors import MALFORMED, ConfigError, ProtocolError, StoreError, failing_as
 from fedge.files import BlobFolder, locked, read_kept, write_atomically
 from fedge.messages import Ack, Order, Report, blobs_of, decode, encode
 
@@ -153,12 +153,10 @@ class Outbox:
 
     def discard(self, order_id: str) -> None:
         """Delete an order with its report and blobs. The report goes first: it must never exist without its order."""
-        try:
+        with failing_as(StoreError, f"cannot delete order {order_id}"):
             (self._reports / order_id).unlink(missing_ok=True)
             (self._orders / order_id).unlink(missing_ok=True)
             self._remove_stray_blobs()
-        except OSError as error:
-            raise StoreError(f"cannot delete order {order_id}: {error}") from error
 
     # ----------------------------------------------------------------------------------------------------- cleaning
 

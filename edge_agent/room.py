@@ -15,7 +15,7 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-from fedge.errors import StoreError
+from fedge.errors import StoreError, failing_as
 from fedge.tensors import Model
 
 LEVEL: Final = -1
@@ -44,13 +44,11 @@ class Room:
                 self._left -= update.params.nbytes
                 return update
         data = zstandard.ZstdCompressor(level=LEVEL).compress(update.params.data.cast("B"))
-        try:
+        with failing_as(StoreError, f"an update cannot be kept in {tempfile.gettempdir()}"):
             with self._lock:
                 file, start = self._file, self._end
                 self._end += len(data)
             file.write(data, start)
-        except OSError as error:
-            raise StoreError(f"an update cannot be kept in {tempfile.gettempdir()}: {error}") from error
         return Stored(file, start, len(data), update.buffers, update.counters)
 
     @cached_property

@@ -36,7 +36,7 @@ from fedge.bundle import (
     with_parts,
 )
 from fedge.energies import reference
-from fedge.errors import ConfigError, StoreError
+from fedge.errors import ConfigError, StoreError, failing_as
 from fedge.files import whole_folder, write_atomically
 from fedge.fusion import n_gate_features
 from fedge.messages import Role
@@ -88,18 +88,15 @@ def write_bundle(
         parts.append(to_bytes(gate_tensors(mixture)))
         graph, alone = skeleton(task, mixture, parts[0], parts[-1]), single(task, parts[0])
     names = [_part(data) for data in parts]
-    try:
-        with whole_folder(folder) as unfinished:
-            for part, data in zip(names, parts, strict=True):
-                _put(unfinished / part.file_name, data, part)
-            graphs = {SKELETON: graph} | ({} if alone is None else {BRANCH: alone})
-            for name, data in graphs.items():
-                write_atomically(unfinished / name, data)
-            found = _parity(task, layout, mixture, with_parts(graph, names), unfinished, validation, compared)
-            manifest = _manifest(task, mixture, names, graphs, release, method, metrics, found)
-            write_atomically(unfinished / MANIFEST, encode(manifest))
-    except OSError as error:
-        raise StoreError(f"cannot write bundle {folder}: {error}") from error
+    with failing_as(StoreError, f"cannot write bundle {folder}"), whole_folder(folder) as unfinished:
+        for part, data in zip(names, parts, strict=True):
+            _put(unfinished / part.file_name, data, part)
+        graphs = {SKELETON: graph} | ({} if alone is None else {BRANCH: alone})
+        for name, data in graphs.items():
+            write_atomically(unfinished / name, data)
+        found = _parity(task, layout, mixture, with_parts(graph, names), unfinished, validation, compared)
+        manifest = _manifest(task, mixture, names, graphs, release, method, metrics, found)
+        write_atomically(unfinished / MANIFEST, encode(manifest))
     return manifest
 
 
@@ -114,14 +111,11 @@ def packed(bundle: Bundle, target: Path) -> Iterator[Path]:
     """
     if target.exists():
         raise ConfigError(f"{target} exists already: name a new folder")
-    try:
-        with whole_folder(target) as copy:
-            for name in (MANIFEST, *bundle.manifest.files):
-                shutil.copyfile(bundle.folder / name, copy / name)
-            yield copy
-            read(copy)
-    except OSError as error:
-        raise StoreError(f"cannot write {target}: {error}") from error
+    with failing_as(StoreError, f"cannot write {target}"), whole_folder(target) as copy:
+        for name in (MANIFEST, *bundle.manifest.files):
+            shutil.copyfile(bundle.folder / name, copy / name)
+        yield copy
+        read(copy)
 
 
 def _part(data: bytes) -> Part:

@@ -23,7 +23,7 @@ from tuf.api.metadata import Metadata, MetaFile, Root, Snapshot, TargetFile, Tar
 
 from fedge.bundle import MANIFEST, read
 from fedge.bundle import encode as encode_manifest
-from fedge.errors import ConfigError, StoreError
+from fedge.errors import ConfigError, StoreError, failing_as
 from fedge.files import BlobFolder, write_atomically
 from fedge.messages import MAX_ROOTS, Announcement, Rollout, encode
 from fedge.rollout import signed_bytes
@@ -99,12 +99,10 @@ class Repository:
         found = TargetFile.from_data(path, data, ["sha256"])
         if path in targets.targets and targets.targets[path].hashes != found.hashes:
             raise ConfigError(f"{path} is released already with another content: count the release up")
-        try:
+        with failing_as(StoreError, f"cannot read {bundle}"):
             for file, part in manifest.files.items():
                 if part.digest not in self.parts:
                     self.parts.put((bundle / file).read_bytes())
-        except OSError as error:
-            raise StoreError(f"cannot read {bundle}: {error}") from error
         write_atomically(self._target(path, digest_of(data)), data)
         targets.targets[path] = found
         self._publish(targets)
@@ -206,10 +204,8 @@ class Repository:
             path = folder / f"{self._current(Timestamp).snapshot_meta.version}.snapshot.json"
         else:
             path = folder / f"{self._current(Snapshot).meta['targets.json'].version}.targets.json"
-        try:
+        with failing_as(StoreError, f"cannot read {path}", on=(RepositoryError, OSError, ValueError)):
             metadata = Metadata[S].from_file(str(path))
-        except (RepositoryError, OSError, ValueError) as error:
-            raise StoreError(f"cannot read {path}: {error}") from error
         assert isinstance(metadata.signed, kind)
         return metadata.signed
 

@@ -32,7 +32,7 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from fedge.errors import MALFORMED, ProtocolError, UpdateRejected
+from fedge.errors import MALFORMED, ProtocolError, UpdateRejected, failing_as
 from fedge.messages import Count, Digest, NonNegative, Role, Share
 from fedge.onnx_wire import unbounded
 from fedge.task import PRINTABLE, TaskSpec
@@ -196,13 +196,11 @@ def decode(data: bytes) -> Manifest:
     """
     if len(data) > MAX_MANIFEST_BYTES:
         raise UpdateRejected(f"manifest of {len(data)} bytes, at most {MAX_MANIFEST_BYTES} allowed")
-    try:
+    with failing_as(UpdateRejected, "manifest", on=MALFORMED):
         version = msgspec.json.decode(data, type=_Version).schema_version
         if version != SCHEMA_VERSION:
             raise UpdateRejected(f"manifest of schema version {version}, this runtime reads {SCHEMA_VERSION}")
         manifest = msgspec.json.decode(data, type=Manifest)
-    except MALFORMED as error:
-        raise UpdateRejected(f"manifest: {error}") from error
     guard = manifest.fusion.guard
     if guard is not None and guard.candidate >= len(manifest.candidates):
         raise UpdateRejected(f"manifest: guard names candidate {guard.candidate} of {len(manifest.candidates)}")
@@ -338,9 +336,7 @@ def _require_same(path: Path, file: BufferedReader, part: Part, *, hashed: bool)
 
 
 def _require_tensors(path: Path, file: BufferedReader) -> None:
-    try:
+    with failing_as(UpdateRejected, f"{path}: its header does not describe its data", on=ProtocolError):
         places = places_in(file, metadata=False)
-    except ProtocolError as error:
-        raise UpdateRejected(f"{path}: its header does not describe its data: {error}") from error
     if odd := {place.dtype.name for place in places.values()} - {"float32", "int64"}:
         raise UpdateRejected(f"{path}: its header names tensors of {', '.join(sorted(odd))}")

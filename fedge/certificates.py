@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from fedge.config import NAME
-from fedge.errors import ConfigError
+from fedge.errors import ConfigError, failing_as
 from fedge.identity import CRL, Role, Subject
 
 UNREADABLE: Final = (
@@ -62,10 +62,8 @@ def load_certificate(path: Path) -> x509.Certificate:
     Raises:
         ConfigError: there is none.
     """
-    try:
+    with failing_as(ConfigError, f"{path} holds no certificate", on=(OSError, *UNREADABLE)):
         return x509.load_pem_x509_certificate(path.read_bytes())
-    except (OSError, *UNREADABLE) as error:
-        raise ConfigError(f"{path} holds no certificate: {error}") from error
 
 
 def load_key(path: Path) -> ec.EllipticCurvePrivateKey:
@@ -74,10 +72,8 @@ def load_key(path: Path) -> ec.EllipticCurvePrivateKey:
     Raises:
         ConfigError: there is none, it is encrypted, or of an unsupported kind.
     """
-    try:
+    with failing_as(ConfigError, f"{path} holds no private key that can be read", on=(OSError, ValueError, TypeError)):
         key = serialization.load_pem_private_key(path.read_bytes(), password=None)
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"{path} holds no private key that can be read: {error}") from error
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise ConfigError(f"{path} holds a key that is not on an elliptic curve")
     return key
@@ -89,10 +85,8 @@ def load_crl(path: Path) -> x509.CertificateRevocationList:
     Raises:
         ConfigError: there is none.
     """
-    try:
+    with failing_as(ConfigError, f"{path} holds no list of revoked certificates", on=(OSError, *UNREADABLE)):
         return x509.load_pem_x509_crl(path.read_bytes())
-    except (OSError, *UNREADABLE) as error:
-        raise ConfigError(f"{path} holds no list of revoked certificates: {error}") from error
 
 
 def new_key() -> ec.EllipticCurvePrivateKey:
@@ -128,12 +122,10 @@ def read_request(data: bytes) -> tuple[str, ec.EllipticCurvePublicKey]:
     Raises:
         ConfigError: not such a request, or not signed with that key.
     """
-    try:
+    with failing_as(ConfigError, "that is not a request for a certificate", on=UNREADABLE):
         request = x509.load_pem_x509_csr(data)
         key, valid = request.public_key(), request.is_signature_valid
         names = request.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
-    except UNREADABLE as error:
-        raise ConfigError(f"that is not a request for a certificate: {error}") from error
     if not valid or len(names) != 1 or not isinstance(key, ec.EllipticCurvePublicKey):
         raise ConfigError("that is not a request for a certificate that `fedge enrol` or an agent has made")
     return str(names[0].value), key

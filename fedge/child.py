@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 
 from fedge import tether
-from fedge.errors import MALFORMED, ConfigError, FedgeError, StoreError
+from fedge.errors import MALFORMED, ConfigError, FedgeError, StoreError, failing_as
 from fedge.loading import load_object
 from fedge.stopping import Stop, StoppedError, never
 
@@ -137,10 +137,8 @@ class Child:
                 name, level, template, values = msgspec.msgpack.decode(data, type=tuple[str, int, str, list[Any]])
                 logging.getLogger(name).log(level, template, *values)
                 continue
-            try:
+            with failing_as(ConfigError, "its result makes no sense", on=MALFORMED):  # a number beyond its range
                 return msgspec.msgpack.decode(data, type=returns, dec_hook=_rich)
-            except MALFORMED as error:  # such as a number beyond its range
-                raise ConfigError(f"its result makes no sense: {error}") from error
 
     def _try(self, exchange: Callable[[], T]) -> T:
         try:

@@ -22,7 +22,7 @@ import msgspec
 from msgspec import Struct
 
 from fedge.config import resolve, section_of
-from fedge.errors import ConfigError, ProtocolError, TransportError
+from fedge.errors import ConfigError, ProtocolError, TransportError, failing_as
 from fedge.ledger import Ledger
 from fedge.messages import (
     Capabilities,
@@ -252,10 +252,8 @@ class Door:
             TransportError: the owner withholds part of it, or it is not a device's message.
             StoreError: it cannot be recorded.
         """
-        try:
+        with failing_as(TransportError, "held back", on=ProtocolError):
             seen = self._look(topic, payload)
-        except ProtocolError as error:
-            raise TransportError(f"held back: {error}") from error
         if forbidden := sorted(seen.kinds - self.rules.allowed):
             words = ", ".join(kind.words for kind in forbidden)
             raise TransportError(f"held back: the device's owner does not allow it to tell {words}")

@@ -9,6 +9,8 @@ FedgeError
  └─ TransportError   the broker cannot be reached or refused us (exit code 3)
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Final
 
 import msgspec
@@ -57,3 +59,18 @@ class UpdateRejected(FedgeError):  # noqa: N818 - what it is, not that it is an 
     """A bundle or one of its parts is not what its manifest says. Nothing was installed."""
 
     exit_code = 5
+
+
+@contextmanager
+def failing_as(
+    kind: Callable[[str], Exception], what: str, on: type[Exception] | tuple[type[Exception], ...] = OSError
+) -> Iterator[None]:
+    """Turn the errors `on` that the block raises into one of this kind: `what`, a colon, and their text.
+
+    with failing_as(StoreError, f"cannot write {path}"):
+        path.write_bytes(data)
+    """
+    try:
+        yield
+    except on as error:
+        raise kind(f"{what}: {error}") from error

@@ -19,7 +19,7 @@ from typing import BinaryIO, Final, TypeVar
 
 import msgspec
 
-from fedge.errors import MALFORMED, ConfigError, DamagedError, ProtocolError, StoreError
+from fedge.errors import MALFORMED, ConfigError, DamagedError, ProtocolError, StoreError, failing_as
 from fedge.tensors import digest_of
 from fedge.text import nearest
 
@@ -72,7 +72,7 @@ def write_atomically(path: Path, *data: bytes | memoryview, public: bool = False
 @contextmanager
 def _replacing(path: Path, *, public: bool = False) -> Iterator[BinaryIO]:
     """A file that takes the place of `path` when the block ends well, as of `write_atomically`."""
-    try:
+    with failing_as(StoreError, f"cannot write {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".tmp-{path.name}-")
         try:
@@ -89,8 +89,6 @@ def _replacing(path: Path, *, public: bool = False) -> Iterator[BinaryIO]:
             Path(temporary).unlink(missing_ok=True)
             raise
         sync(path.parent)
-    except OSError as error:
-        raise StoreError(f"cannot write {path}: {error}") from error
 
 
 def copy_durably(source: Path, target: Path) -> str:
@@ -190,12 +188,10 @@ def require_writable(path: Path) -> None:
         StoreError: its folder cannot be made or written, or it is a folder itself.
     """
     make_folder(path.parent)
-    try:
+    with failing_as(StoreError, f"cannot write {path}"):
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         tempfile.TemporaryFile(dir=path.parent).close()
-    except OSError as error:
-        raise StoreError(f"cannot write {path}: {error}") from error
 
 
 def require_there(path: Path, what: str) -> None:
@@ -222,13 +218,11 @@ def make_folder(folder: Path) -> None:
     Raises:
         StoreError: it cannot be made, or is a file.
     """
-    try:
+    with failing_as(StoreError, f"cannot make folder {folder}"):
         missing = [each for each in (folder, *folder.parents) if not each.exists()]
         folder.mkdir(parents=True, exist_ok=True)
         for made in reversed(missing):
             give_to_owner(made, made.parent)
-    except OSError as error:
-        raise StoreError(f"cannot make folder {folder}: {error}") from error
 
 
 class InUseError(ConfigError):
@@ -248,12 +242,10 @@ def locked(folder: Path, taken: str | None) -> Iterator[None]:
         StoreError: the folder cannot be made or written.
     """
     make_folder(folder)
-    try:
+    with failing_as(StoreError, f"cannot open {folder}"):
         # no other user may open it, since even a read-only handle can hold a lock
         file = os.fdopen(os.open(folder / "lock", os.O_WRONLY | os.O_CREAT, 0o600), "w")
         give_to_owner(file.fileno(), folder)
-    except OSError as error:
-        raise StoreError(f"cannot open {folder}: {error}") from error
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX if taken is None else fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -443,10 +435,8 @@ class BlobFolder:
         Raises:
             StoreError: there is no such blob.
         """
-        try:
+        with failing_as(StoreError, f"blob {digest} cannot be read"):
             return self.path(digest).read_bytes()
-        except OSError as error:
-            raise StoreError(f"blob {digest} cannot be read: {error}") from error
 
     def remove(self, digest: str) -> None:
         """Delete a blob if it exists."""

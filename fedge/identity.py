@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec import Struct
 
-from fedge.errors import ConfigError, ProtocolError
+from fedge.errors import ConfigError, ProtocolError, failing_as
 from fedge.files import write_atomically
 
 if TYPE_CHECKING:
@@ -159,10 +159,8 @@ class Authority:
         from cryptography import x509
 
         self._file = ca_file
-        try:
+        with failing_as(ConfigError, f"ca_file {ca_file} holds no certificates", on=(OSError, ValueError)):
             self._certificates = x509.load_pem_x509_certificates(Path(ca_file).read_bytes())
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"ca_file {ca_file} holds no certificates: {error}") from error
         self._known: dict[bytes, tuple[Subject, x509.Certificate, EllipticCurvePublicKey]] = {}
         self._revoked: frozenset[int] = frozenset()
         self._number = -1

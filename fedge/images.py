@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from fedge.errors import MALFORMED, ConfigError
+from fedge.errors import MALFORMED, ConfigError, failing_as
 from fedge.files import require_there
 from fedge.npz import INPUT_BYTES, require_room
 from fedge.preprocess import load_image
@@ -56,13 +56,11 @@ def names(source: Path, *, labelled: bool = True) -> list[str]:
 
 def _paths(source: Path) -> list[str]:
     require_there(source, "folder or .zip of images")
-    try:
+    with failing_as(ConfigError, f"{source} is not a folder or .zip of images", on=(OSError, zipfile.BadZipFile)):
         if source.is_dir():
             return [p.relative_to(source).as_posix() for p in source.rglob("*")]
         with zipfile.ZipFile(source) as archive:
             return archive.namelist()
-    except (OSError, zipfile.BadZipFile) as error:
-        raise ConfigError(f"{source} is not a folder or .zip of images: {error}") from error
 
 
 def warn_of_unread(source: Path) -> None:
@@ -156,10 +154,8 @@ def sensitive_flags(folder: Path, images: Sequence[str]) -> NDArray[np.bool_]:
     file = folder / SENSITIVE_FILE
     if not os.path.lexists(file):  # a link to nowhere: the marks are somewhere else
         return np.zeros(len(images), dtype=np.bool_)
-    try:
+    with failing_as(ConfigError, f"{file} must name an image a line, in UTF-8", on=(OSError, UnicodeDecodeError)):
         lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} must name an image a line, in UTF-8: {error}") from error
     marked = {line.strip() for line in lines if line.strip()}
     if missing := sorted(marked - set(images)):
         raise ConfigError(f"{file} marks {missing[0]}, which is not there: a marked image must not be lost by a typo")
@@ -186,10 +182,8 @@ def split_numbers(folder: Path, images: Sequence[str]) -> NDArray[np.int64] | No
 
 
 def _read_split(file: Path) -> dict[Literal["val", "test"], list[str]]:
-    try:
+    with failing_as(ConfigError, f'{file} must be {{"val": [paths], "test": [paths]}}', on=(OSError, *MALFORMED)):
         return msgspec.json.decode(file.read_bytes(), type=dict[Literal["val", "test"], list[str]])
-    except (OSError, *MALFORMED) as error:
-        raise ConfigError(f'{file} must be {{"val": [paths], "test": [paths]}}: {error}') from error
 
 
 def _from_archive(task: TaskSpec, archive: zipfile.ZipFile, image: str) -> NDArray[np.uint8]:

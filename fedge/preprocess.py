@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedge import table
-from fedge.errors import ConfigError
+from fedge.errors import ConfigError, failing_as
 from fedge.task import TaskSpec
 
 if TYPE_CHECKING:
@@ -67,10 +67,8 @@ def load_image(
     if mode is None or len(task.input_shape) != 3:
         raise ConfigError(f"task {task.name} takes arrays, not images")
     _, height, width = task.input_shape
-    try:
+    with failing_as(ConfigError, f"cannot read the image {name or source}", on=Exception):  # Pillow raises many kinds
         upright = _upright(source, mode, max_pixels)
-    except Exception as error:  # Pillow raises many kinds: of struct, of zlib, assertions
-        raise ConfigError(f"cannot read the image {name or source}: {error}") from error
     if upright.size != (width, height):
         upright = upright.resize((width, height), Image.Resampling.BILINEAR)
     return np.asarray(upright)

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from fedge.errors import ConfigError, StoreError
+from fedge.errors import ConfigError, StoreError, failing_as
 from fedge.files import write_atomically
 
 USER: Final = "fedge"
@@ -156,7 +156,7 @@ def give(folder: Path, owner: pwd.struct_passwd) -> None:
     Raises:
         StoreError: it is neither ours nor theirs, or cannot be given away.
     """
-    try:
+    with failing_as(StoreError, f"cannot give {folder} to {owner.pw_name}"):
         holder = folder.stat().st_uid
         if holder == owner.pw_uid:
             return
@@ -170,8 +170,6 @@ def give(folder: Path, owner: pwd.struct_passwd) -> None:
             if stat.S_ISREG(path.lstat().st_mode):
                 os.chown(path, owner.pw_uid, owner.pw_gid, follow_symlinks=False)
         os.chown(folder, owner.pw_uid, owner.pw_gid)
-    except OSError as error:
-        raise StoreError(f"cannot give {folder} to {owner.pw_name}: {error}") from error
 
 
 def write_public(path: Path, text: str) -> None:

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from fedge.errors import MALFORMED, ConfigError
+from fedge.errors import ConfigError, failing_as
 from fedge.files import require_there
 from fedge.loading import needs
 from fedge.npz import INPUT_BYTES, require_room
@@ -43,10 +43,8 @@ def read_schema(file: Path) -> Schema:
         ConfigError: it cannot be read, or contradicts itself; the text says where.
     """
     require_there(file, "schema of a table")
-    try:
+    with failing_as(ConfigError, f"{file} is not a schema of a table", on=(OSError, ValueError, RecursionError)):
         schema = msgspec.convert(tomllib.loads(file.read_text(encoding="utf-8")), Schema)
-    except (OSError, *MALFORMED, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{file} is not a schema of a table: {error}") from error
     names = [c.name for c in schema.columns]
     names += [name for name in (schema.target, schema.sensitive, schema.user) if name] + list(schema.ignore)
     faults = [f"{name} stands twice" for name in dict.fromkeys(names) if names.count(name) > 1]

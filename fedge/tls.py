@@ -6,7 +6,7 @@ import re
 import ssl
 from pathlib import Path
 
-from fedge.errors import ConfigError
+from fedge.errors import ConfigError, failing_as
 
 
 def client_tls(ca_file: str, cert_file: str | None, key_file: str | None) -> ssl.SSLContext:
@@ -47,10 +47,8 @@ def server_tls(
 
 
 def _trust(context: ssl.SSLContext, ca_file: str | Path) -> None:
-    try:
+    with failing_as(ConfigError, f"ca_file {ca_file} holds no certificates"):
         context.load_verify_locations(ca_file)
-    except OSError as error:
-        raise ConfigError(f"ca_file {ca_file} holds no certificates: {error}") from error
 
 
 def _show(context: ssl.SSLContext, cert_file: str, key_file: str | None, prefix: str = "") -> None:

@@ -46,7 +46,7 @@ from typing import Any, Final, Self
 from weakref import WeakValueDictionary
 
 from fedge.background import first_failure
-from fedge.errors import ProtocolError, StoreError, TransportError
+from fedge.errors import ProtocolError, StoreError, TransportError, failing_as
 from fedge.files import BlobFolder, sync
 from fedge.messages import BlobRef, Want, decode, encode
 from fedge.topics import Topics
@@ -523,10 +523,8 @@ class Receiver:
             raise ProtocolError("oversized", f"blob of {ref.size_bytes} bytes, at most {self._max_bytes} allowed")
         lock = self._locks.setdefault(ref.digest, asyncio.Lock())
         async with lock:
-            try:
+            with failing_as(StoreError, f"cannot store blob {ref.digest}"):
                 await self._fetch(ref, chunks, wants, device_id, patience_s)
-            except OSError as error:
-                raise StoreError(f"cannot store blob {ref.digest}: {error}") from error
         return self._folder.path(ref.digest)
 
     async def _fetch(self, ref: BlobRef, chunks: str, wants: str, device_id: str, patience_s: float) -> None:

@@ -15,7 +15,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-from fedge.errors import ConfigError, StoreError
+from fedge.errors import ConfigError, StoreError, failing_as
 from fedge.files import cache_folder, write_atomically
 from fedge.messages import BlobRef
 from fedge.task import TaskSpec
@@ -65,10 +65,8 @@ def with_network(
     """
     options = dict(task.model_options) if model is None else {}
     if weights is not None:
-        try:
+        with failing_as(ConfigError, f"--weights {weights} cannot be read"):
             data = weights.read_bytes()
-        except OSError as error:
-            raise ConfigError(f"--weights {weights} cannot be read: {error}") from error
         options |= {WEIGHTS: keep(data), SIZE: len(data)}
     if adapt is not None:
         options[ADAPT] = adapt

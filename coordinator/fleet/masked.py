@@ -32,7 +32,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from coordinator.fleet import Answer, Fleet, Seen
 from fedge import fixed_point
-from fedge.errors import ConfigError
+from fedge.errors import ConfigError, failing_as
 from fedge.masking import (
     Roster,
     add_pair_mask,
@@ -321,10 +321,8 @@ class MaskedFleet(Fleet):
         for k, key in keys.items():
             for peer in set(roster.neighbours(k)) & seeds.keys():
                 add_pair_mask(total, k, peer, roster.pair_seed(key, k, peer, training), layout)
-        try:
+        with failing_as(LostError, "a device has masked something else", on=ValueError):
             mean = fixed_point.mean_change(total, layout, len(roster.members), group.heaviest)
-        except ValueError as error:
-            raise LostError(f"a device has masked something else: {error}") from error
         start = self._fleet.get(group.train.starts[0].model, layout)
         return Model(mean.params, start.buffers + mean.buffers, start.counters + mean.counters)
 

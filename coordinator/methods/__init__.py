@@ -30,7 +30,7 @@ from coordinator.fleet.versions import Descent, leading_to
 from coordinator.protection import Guard, Protection, without_noise
 from coordinator.protection import check as check_protection
 from coordinator.selection import Selection
-from fedge.errors import ConfigError
+from fedge.errors import ConfigError, failing_as
 from fedge.loading import load_object
 from fedge.messages import BlobRef, Codec, Share, blobs_of
 from fedge.processor import Processor
@@ -385,10 +385,8 @@ def options_of(kind: type[Method[Any]], given: Mapping[str, Option]) -> tuple[St
         if isinstance(value, float) and not math.isfinite(value):  # no message holds one
             raise ConfigError(f"option {name} of the method must be a finite number, not {value}")
     own = {name: value for name, value in given.items() if name != "selection"}
-    try:
+    with failing_as(ConfigError, "option of the method", on=msgspec.ValidationError):
         options = msgspec.convert(own, type=kind.Options, strict=False)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"option of the method: {error}") from error
     selection = given.get("selection", kind.SELECTIONS[0] if kind.SELECTIONS else None)
     return options, cast("Selection | None", selection)
 

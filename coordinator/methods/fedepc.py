@@ -42,7 +42,7 @@ from coordinator.methods.server_optimizer import apply_mean
 from coordinator.methods.unresponsive import AskingState, ask, awake
 from coordinator.protection import without_noise
 from coordinator.selection import ccmab, choose, cohort_size, uniform
-from fedge.errors import ConfigError
+from fedge.errors import ConfigError, failing_as
 from fedge.messages import BlobRef
 from fedge.steps.profile import Profile
 from fedge.steps.train import Start, Train, Trained
@@ -249,10 +249,8 @@ class FedEpc(Method[FedEpcState]):
         assert task is not None
         assert samples is not None
         found = await asyncio.to_thread(trained_extractor, task, *samples, seed=self.settings.seed)
-        try:
+        with failing_as(ConfigError, "the labelled samples of the server make no useful extractor", on=ValueError):
             unit = aidc.class_unit(found.class_profiles)
-        except ValueError as error:
-            raise ConfigError(f"the labelled samples of the server make no useful extractor: {error}") from error
         extractor = fleet.put_model(found.model, state.layout)
         return msgspec.structs.replace(state, extractor=extractor, unit=unit)
 

@@ -17,7 +17,7 @@ from coordinator.provision.renewals import answer_requests
 from fedge import certificates, service
 from fedge.certificates import new_key, read_request
 from fedge.config import given
-from fedge.errors import ConfigError
+from fedge.errors import ConfigError, failing_as
 from fedge.files import write_atomically
 from fedge.identity import CRL, Role
 from fedge.kit import SUFFIX, refuse_code
@@ -185,10 +185,8 @@ def _wanted(ids: tuple[str, ...], requests: tuple[Path, ...]) -> Iterator[tuple[
         key = new_key()
         yield name, key, key.public_key()
     for file in requests:
-        try:
+        with failing_as(ConfigError, f"{file} cannot be read"):
             name, public = read_request(file.read_bytes())
-        except OSError as error:
-            raise ConfigError(f"{file} cannot be read: {error}") from error
         yield name, None, public
 
 
@@ -198,10 +196,8 @@ def _task(file: Path) -> TaskSpec:
     Raises:
         ConfigError: not a task, or it names code.
     """
-    try:
+    with failing_as(ConfigError, f"{file} is no description of a task", on=(OSError, RecursionError, ValueError)):
         task = msgspec.json.decode(file.read_bytes(), type=TaskSpec)
-    except (OSError, RecursionError, ValueError) as error:
-        raise ConfigError(f"{file} is no description of a task: {error}") from error
     refuse_code(task)
     return task
 

@@ -23,7 +23,7 @@ from export.signing import Repository
 from fedge.background import until_stopped
 from fedge.config import Name, Seconds, resolve, settings_options
 from fedge.credentials import Credentials
-from fedge.errors import ConfigError
+from fedge.errors import ConfigError, failing_as
 from fedge.messages import RolloutState, Share
 from fedge.stopping import INTERRUPTED
 from fedge.text import printable
@@ -156,10 +156,8 @@ def plan_of(settings: RolloutSettings, target: str, release: Release) -> Plan:
         "max_failures": settings.max_failures,
         "accuracy_drop": settings.accuracy_drop,
     }
-    try:
+    with failing_as(ConfigError, "canary", on=msgspec.ValidationError):
         return msgspec.convert(described, Plan)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"canary: {error}") from error
 
 
 def _observer(*, as_json: bool) -> Observer:

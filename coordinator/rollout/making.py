@@ -16,7 +16,7 @@ from coordinator.watch import read_summary
 from coordinator.watch_cli import opened
 from export.signing import Repository
 from fedge import codec, weights
-from fedge.errors import MALFORMED, ConfigError, StoreError
+from fedge.errors import MALFORMED, ConfigError, StoreError, failing_as
 from fedge.files import write_atomically
 from fedge.messages import BlobRef
 from fedge.task import TaskSpec
@@ -54,10 +54,8 @@ def _learned(store: Store) -> tuple[TaskSpec, Layout, Model]:
     if identity is None or start is None or saved is None:
         raise ConfigError(f"no round is done in {store.home} yet")
     _, name, fingerprint, seed, rounds, options = json.loads(identity)
-    try:
+    with failing_as(StoreError, f"{store.home / 'task.json'} cannot be read", on=(OSError, *MALFORMED)):
         task = msgspec.json.decode((store.home / "task.json").read_bytes(), type=TaskSpec)
-    except (OSError, *MALFORMED) as error:
-        raise StoreError(f"{store.home / 'task.json'} cannot be read: {error}") from error
     if task.fingerprint() != fingerprint:  # it may name code
         raise ConfigError(f"{store.home / 'task.json'} is not the task of this federation any more")
     if (frozen := needed_on_devices(task)) is not None:

@@ -24,7 +24,7 @@ from coordinator.simulation.outcome import Cost, RunOutcome, cost_of, data_frame
 from coordinator.simulation.run import LOOK_S, Watch, require_wanted, simulate
 from coordinator.simulation.settings import CompareSettings, Scenario
 from fedge.child import Child, DiedError
-from fedge.errors import ConfigError, FedgeError, StoreError
+from fedge.errors import ConfigError, FedgeError, StoreError, failing_as
 from fedge.files import make_folder, write_atomically
 from fedge.loading import is_held
 from fedge.messages import BlobRef
@@ -232,11 +232,9 @@ def begin(scenario: Scenario, methods: Collection[str], seed: int) -> None:
     federation = partition_samples(scenario, seed)
     for text in sorted(methods):
         name, options = method_and_options(text)
-        try:
+        with failing_as(ConfigError, text, on=ConfigError):
             method = make(name, scenario.for_method(seed, options), Server(federation.task, federation.server_data))
             method.begin(federation.layout, BlobRef(digest="0" * 64, size_bytes=1))
-        except ConfigError as error:
-            raise ConfigError(f"{text}: {error}") from error
 
 
 def seeds_of(settings: CompareSettings) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ import numpy as np
 from coordinator.runs import new_folder
 from coordinator.simulation.settings import SampleSettings
 from fedge.config import resolve, settings_options
-from fedge.errors import StoreError
+from fedge.errors import StoreError, failing_as
 from fedge.tasks import partition, write_share, write_task
 from fedge.tasks.partition import check_partitioning, samples_of
 
@@ -38,7 +38,7 @@ def sample(config: Path | None, as_json: bool, **flags: object) -> None:
     samples, _ = samples_of(settings, settings.seed, 0.0)
     shares = partition(samples, settings.devices, settings, seed=settings.seed)
     folder = new_folder(settings.out, "sample")
-    try:
+    with failing_as(StoreError, f"cannot write into {folder}"):
         write_task(samples.spec, folder / "task.json")
         files = []
         for number, share in enumerate(shares, 1):
@@ -46,8 +46,6 @@ def sample(config: Path | None, as_json: bool, **flags: object) -> None:
             files.append(folder / f"cam{number}.npz")
             write_share(known, files[-1])
             np.savez(folder / f"cam{number}-test.npz", x=share.x_test, y=share.y_test)
-    except OSError as error:
-        raise StoreError(f"cannot write into {folder}: {error}") from error
     if as_json:
         click.echo(json.dumps([str(file) for file in files]))
         return

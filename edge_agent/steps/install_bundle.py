@@ -9,7 +9,7 @@ import numpy as np
 
 from edge_agent.device import Device, FailedError, prune_bundles
 from fedge.bundle import GRAPHS, INPUT, MANIFEST, Bundle, read
-from fedge.errors import StoreError
+from fedge.errors import StoreError, failing_as
 from fedge.files import whole_folder, write_atomically
 from fedge.ort import session_of
 from fedge.steps.install import Installed
@@ -31,14 +31,11 @@ def run(device: Device, action: InstallBundle) -> Installed:
     if strange:
         raise FailedError(f"{strange[0]!r} is not a file of a bundle")
     folder = device.home / "bundles" / str(action.release)
-    try:
-        with whole_folder(folder) as unfinished:
-            for name, ref in action.files.items():
-                write_atomically(unfinished / name, device.fetch(ref))
-            bundle = read(unfinished)
-            _check(bundle, action, device.task)
-    except OSError as error:
-        raise StoreError(f"cannot write bundle {folder}: {error}") from error
+    with failing_as(StoreError, f"cannot write bundle {folder}"), whole_folder(folder) as unfinished:
+        for name, ref in action.files.items():
+            write_atomically(unfinished / name, device.fetch(ref))
+        bundle = read(unfinished)
+        _check(bundle, action, device.task)
     prune_bundles(device.home)
     return Installed(release=bundle.manifest.release)
 
@@ -52,9 +49,7 @@ def _check(bundle: Bundle, action: InstallBundle, task: TaskSpec) -> None:
     if manifest.release != action.release:
         raise FailedError(f"the bundle is release {manifest.release}, the order says {action.release}")
     sample = np.zeros((1, *task.input_shape), np.float32)
-    try:
+    with failing_as(FailedError, "the bundle cannot be run", on=Exception):  # ONNX Runtime's exception tree starts here
         outputs = session_of(bundle.graph, bundle.folder).run(None, {INPUT: sample})
-    except Exception as error:  # ONNX Runtime's exception tree starts here
-        raise FailedError(f"the bundle cannot be run: {error}") from error
     if outputs[0].shape != (1, task.n_classes):
         raise FailedError("the bundle's output is not that of the task")

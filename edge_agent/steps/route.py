@@ -10,6 +10,7 @@ import numpy as np
 
 from edge_agent.device import Device, FailedError
 from fedge.bundle import INPUT
+from fedge.errors import failing_as
 from fedge.onnx_wire import unbounded
 from fedge.ort import onnxruntime, session_of
 from fedge.steps.route import Route, Routed
@@ -25,15 +26,13 @@ def run(device: Device, action: Route) -> Routed:
         FailedError: the file is not a gate for such samples, or might never end.
     """
     gate, (x, _) = device.fetch(action.gate), device.data.shared
-    try:
+    with failing_as(FailedError, "the gate cannot be run", on=Exception):  # ONNX Runtime's exception tree starts here
         session = _session(gate)
         n_experts = session.get_outputs()[0].shape[1]
         total = np.zeros(n_experts)
         for start in range(0, len(x), CHUNK):
             (p,) = session.run(None, {INPUT: x[start : start + CHUNK]})
             total += p.sum(axis=0, dtype=np.float64)
-    except Exception as error:  # ONNX Runtime's exception tree starts here
-        raise FailedError(f"the gate cannot be run: {error}") from error
     if not len(x):
         return Routed(shares=(1 / n_experts,) * n_experts, n_samples=0)
     if not (np.isfinite(total).all() and total.sum() > 0):

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fedge import models, weights
-from fedge.errors import ConfigError, ProtocolError
+from fedge.errors import ConfigError, ProtocolError, failing_as
 from fedge.task import TaskSpec
 from fedge.tensors import Tensors, views_of
 
@@ -106,10 +106,8 @@ def begin(module: nn.Module, task: TaskSpec) -> None:
     ref = weights.named(task)
     if ref is None:
         return
-    try:
+    with failing_as(ConfigError, f"the weights of {task.model} are not a safetensors file", on=ProtocolError):
         found = views_of(weights.read(ref.digest))
-    except ProtocolError as error:
-        raise ConfigError(f"the weights of {task.model} are not a safetensors file: {error}") from error
     own = dict(models.state(module))
     head = models.head_name(module, task)
     of_head = {f"{head}.weight", f"{head}.bias"}

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedge import images, table
-from fedge.errors import ConfigError
+from fedge.errors import ConfigError, failing_as
 from fedge.loading import load_object
 from fedge.task import Preprocessing, TaskSpec
 from fedge.tasks import arrays, har, speech
@@ -147,13 +147,11 @@ def _read_idx(folders: list[Path], name: str, magic: int) -> NDArray[np.uint8]:
     file = next((candidate for candidate in candidates if candidate.is_file()), None)
     if file is None:
         raise ConfigError(f"{name}.gz is not in {', '.join(str(folder) for folder in folders)}")
-    try:
+    with failing_as(ConfigError, f"{file} is not an IDX file", on=(OSError, EOFError, ValueError, zlib.error)):
         content = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
         n_dimensions = magic & 0xFF
         header = np.frombuffer(content, dtype=">u4", count=1 + n_dimensions)
         values = np.frombuffer(content, dtype=np.uint8, offset=header.nbytes)
-    except (OSError, EOFError, ValueError, zlib.error) as error:
-        raise ConfigError(f"{file} is not an IDX file: {error}") from error
     if header[0] != magic or values.size != np.prod(header[1:], dtype=np.int64):
         raise ConfigError(f"{file} is not an IDX file: header {header.tolist()} with {values.size} values")
     return values.reshape(header[1:].astype(np.int64))

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedge import images
-from fedge.errors import MALFORMED, ConfigError
+from fedge.errors import MALFORMED, ConfigError, failing_as
 from fedge.files import write_atomically
 from fedge.table import read_schema
 from fedge.task import Preprocessing, TaskSpec
@@ -105,10 +105,8 @@ def write_task(task: TaskSpec, path: Path) -> None:
 
 
 def _read(path: Path, allow: Container[str]) -> TaskSpec:
-    try:
+    with failing_as(ConfigError, f"{path} is not a task", on=(OSError, *MALFORMED)):
         task = msgspec.json.decode(path.read_bytes(), type=TaskSpec)
-    except (OSError, *MALFORMED) as error:
-        raise ConfigError(f"{path} is not a task: {error}") from error
     if foreign := [code for code in task.code if code not in allow]:
         raise ConfigError(
             f"{path} names code that would be run here: {', '.join(foreign)}; if you know and trust it, say so with "

@@ -131,8 +131,8 @@ def test_a_task_and_a_network_of_the_users_own(
     assert "bundles          3 of 3" in capfd.readouterr().out
     (tmp_path / "broken_network.py").write_text("def network(task): raise KeyError('weights')")
     monkeypatch.syspath_prepend(tmp_path)
-    for command in ("simulate", "compare"):
-        assert main([command, "--model", "broken_network:network", "--out", str(tmp_path / command)]) == 2
+    for name in ("simulate", "compare"):
+        assert main([name, "--model", "broken_network:network", "--out", str(tmp_path / name)]) == 2
         assert "error: broken_network:network fails with KeyError: 'weights'" in capfd.readouterr().err
 
 
