@@ -18,10 +18,11 @@ import pytest
 from click.testing import CliRunner
 
 from edge_agent.agent import ignore_event
-from edge_agent.cli import agent, build
+from edge_agent.cli import build
 from edge_agent.settings import AgentSettings
 from fedge.background import STOP_S
 from fedge.broker import LocalBroker
+from fedge.cli import command
 from fedge.codec import encode
 from fedge.config import describe, resolve
 from fedge.egress import Rules
@@ -66,7 +67,7 @@ def flags(data: Path, home: Path) -> dict[str, object]:
 
 
 def test_help_shows_every_setting_and_examples() -> None:
-    text = CliRunner().invoke(agent, ["--help"]).output
+    text = CliRunner().invoke(command, ["agent", "--help"]).output
     for setting in describe(AgentSettings, "agent"):
         assert setting.flag in text
         assert setting.help, setting.name

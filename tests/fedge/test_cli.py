@@ -309,3 +309,18 @@ def test_the_working_folder_is_not_searched_for_modules(tmp_path: Path) -> None:
     )
     code += "from fedge.cli import main; main(['--version']); import my_task"
     assert "No module named 'my_task'" in fresh(code).stderr
+
+
+@pytest.mark.parametrize(
+    "words", [["--help"], ["release", "--help"], ["release", "add", "--help"], ["agent", "--help"]]
+)
+def test_examples_keep_their_lines_in_the_help(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    said = []
+    for _ in range(2):  # a command that is loaded again stays as it is
+        assert cli.main(words) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1]
+    lines = said[0].split("\n")
+    examples = [line for line in lines if line.startswith("    fedge ")]
+    assert len(examples) >= 3
+    assert "\b" not in said[0]
