@@ -15,7 +15,7 @@ earlier rounds, the first of a run those of other runs: without the keys nothing
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -28,7 +28,7 @@ from msgspec import Struct
 
 from edge_agent.device import Device, FailedError
 from fedge.files import read_lasting, sync, write_atomically
-from fedge.masking import Roster, read_positions, read_roster
+from fedge.masking import Roster, Sums, read_positions, read_roster
 from fedge.messages import BlobRef
 
 T = TypeVar("T")
@@ -172,11 +172,11 @@ class Session:
 
     # ---------------------------------------------------------------------------------------------------------- sums
 
-    def sums(self) -> list[tuple[str, ...]]:
-        """The devices of each sum of the run confirmed here."""
-        return read_lasting(self._run / "sums", msgspec.msgpack.Decoder(list[tuple[str, ...]]).decode) or []
+    def sums(self) -> Sums:
+        """The sums of the run confirmed here."""
+        return read_lasting(self._run / "sums", msgspec.msgpack.Decoder(Sums).decode) or Sums()
 
-    def note(self, devices: Sequence[str]) -> None:
+    def note(self, devices: Iterable[str]) -> None:
         """Record a sum durably."""
-        if (found := tuple(devices)) not in (earlier := self.sums()):
-            write_atomically(self._run / "sums", msgspec.msgpack.encode([*earlier, found]))
+        if (after := (before := self.sums()).including(devices)) is not before:
+            write_atomically(self._run / "sums", msgspec.msgpack.encode(after))

@@ -30,7 +30,7 @@ so masks of two that were not asked the same do not cancel, and the sum is noise
 
 More than two thirds of S confirm, too. Two sessions may have different cohorts, and only devices in both sums surely
 hear of both: of m in both, with d in one alone, more than (m - d) / 3 confirm both, or refuse since d is too few
-(`too_close`).
+(`Sums.too_close`).
 
 Departures: the graph is drawn from the hash of all advertised keys, not by the server; each device commits to b_i, so
 that a false share is noticed; the whole cohort agrees on U2 and S (Bonawitz et al., "consistency check"), not each
@@ -40,12 +40,13 @@ neighbourhood.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Annotated, Final, TypeVar
 
 import msgspec
+import numpy as np
 from cryptography.exceptions import InvalidSignature, InvalidTag
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
@@ -72,6 +73,8 @@ DEGREE: Final = 80
 """k, neighbours of a device in a cohort of more than 81. If a tenth of a cohort of 1,000 (10,000) conspires with the
 server and a fifth drops out, some mask is revealed with probability 2^-66 (2^-53), and a round's sum is lost with 2^-22
 (2^-15)."""
+MAX_REMEMBERED: Final = 2**24
+"""About so many bytes of sums are kept in a run: 13,000 different sums of 10,000 devices, 100,000 of 1,000."""
 
 
 class Member(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -320,17 +323,47 @@ def commitment(seed: bytes) -> bytes:
     return hashlib.sha256(b"fedge own mask" + seed).digest()
 
 
-def too_close(summed: Iterable[str], earlier: Iterable[Iterable[str]], fewest: int) -> str:
-    """Why these devices may not be summed, given earlier sums of the run; empty: they may.
+class Sums(Struct, frozen=True, array_like=True):
+    """The sums of a run, by their devices: one bit for each, so that a sum of 10,000 takes 1,250 bytes.
 
-    A sum covers at least `fewest` devices. Two sums cover the same devices or differ by at least as many, since the
-    difference of two sums is a sum, too.
+    `devices`: of all sums, as they came. Bit k of a sum, from the lowest, is that of `devices[k]`; no zeros at the end.
     """
-    devices = frozenset(summed)
-    if len(devices) < fewest:
-        return f"a sum of {len(devices)} devices, {fewest} are the fewest"
-    for other in earlier:
-        apart = len(devices.symmetric_difference(other))
-        if 0 < apart < fewest:
-            return f"a sum that differs by {apart} devices from an earlier one, {fewest} are the fewest"
-    return ""
+
+    sums: tuple[bytes, ...] = ()
+    devices: tuple[str, ...] = ()
+
+    def __iter__(self) -> Iterator[tuple[str, ...]]:
+        """The devices of each sum, ascending."""
+        for each in self.sums:
+            bits = np.unpackbits(np.frombuffer(each, np.uint8), bitorder="little")
+            yield tuple(sorted(self.devices[k] for k in np.flatnonzero(bits)))
+
+    def including(self, summed: Iterable[str]) -> Sums:
+        """These and one more, unless it is there."""
+        devices = frozenset(summed)
+        known = (*self.devices, *sorted(devices.difference(self.devices)))
+        bits = _bits(devices, known)
+        return self if bits in self.sums else Sums((*self.sums, bits), known)
+
+    def too_close(self, summed: Iterable[str], fewest: int) -> str:
+        """Why these devices may not be summed, given the sums so far; empty: they may.
+
+        A sum covers at least `fewest` devices. Two sums cover the same devices or differ by at least as many, since the
+        difference of two sums is a sum, too. And whoever checks this must be able to remember it.
+        """
+        devices = frozenset(summed)
+        if len(devices) < fewest:
+            return f"a sum of {len(devices)} devices, {fewest} are the fewest"
+        bits, n_new = _bits(devices, self.devices), len(devices.difference(self.devices))
+        own = int.from_bytes(bits, "little")
+        apart = {(own ^ int.from_bytes(each, "little")).bit_count() + n_new for each in self.sums}
+        if (nearest := min(apart - {0}, default=fewest)) < fewest:
+            return f"a sum that differs by {nearest} devices from an earlier one, {fewest} are the fewest"
+        if 0 not in apart and sum(map(len, (*self.sums, *self.devices))) > MAX_REMEMBERED:
+            return f"{len(self.sums)} different sums in this run, no more can be remembered"
+        return ""
+
+
+def _bits(devices: Collection[str], known: Sequence[str]) -> bytes:
+    """Which of the known devices are among these."""
+    return np.packbits(np.array([i in devices for i in known], bool), bitorder="little").tobytes().rstrip(b"\0")

@@ -24,8 +24,9 @@ from coordinator.fleet import Fleet
 from coordinator.fleet.simulated import SimulatedFleet
 from coordinator.methods import DEFAULT, MethodSettings, ModelState, Option, make, method_class, steps_alone
 from coordinator.methods.local import Local, learn_alone
+from coordinator.selection import cohort_size
 from coordinator.simulation.compare import Comparison, Demonstration, compare_runs
-from coordinator.simulation.federation import Federation
+from coordinator.simulation.federation import Federation, require_summable
 from coordinator.simulation.interface import one_thread
 from coordinator.simulation.outcome import DeviceOutcome, Point, RunOutcome, outcome_of, score
 from coordinator.simulation.run import Watch, run_on
@@ -164,8 +165,10 @@ def partition_samples(settings: DemoSettings, *, server_data: bool = False) -> F
     `server_data`: set a twentieth apart for the server first, as in a simulation.
 
     Raises:
-        ConfigError: no such data, or too few.
+        ConfigError: no such data, or too few; or masked sums cannot cover the devices.
     """
+    if settings.masking:
+        require_summable(cohort_size(settings.devices, settings.participation), settings.min_cohort)
     samples, kept = samples_of(settings, settings.seed, SERVER_DATA if server_data else 0.0, LIMITS.get(settings.task))
     if server_data:
         np.savez(settings.folder / SERVER_FILE, x=kept.x, y=kept.y)

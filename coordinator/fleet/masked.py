@@ -35,12 +35,12 @@ from fedge import fixed_point
 from fedge.errors import ConfigError, failing_as
 from fedge.masking import (
     Roster,
+    Sums,
     add_pair_mask,
     commitment,
     member,
     prg,
     read_roster,
-    too_close,
     write_positions,
     write_roster,
     write_signatures,
@@ -147,7 +147,7 @@ class Update:
 class MaskedFleet(Fleet):
     """The `Fleet` of a round whose training is masked.
 
-    `sums`: the device sets of the run's sums, with those of this round at the end.
+    `sums`: those of the run, with those of this round.
 
     Args:
         fleet: the devices.
@@ -165,11 +165,11 @@ class MaskedFleet(Fleet):
         *,
         weights: Weights,
         min_cohort: int,
-        sums: Sequence[tuple[str, ...]],
+        sums: Sums,
         seed: tuple[int, int],
     ) -> None:
         super().__init__(fleet)
-        self.sums = list(sums)
+        self.sums = sums
         self._layout = layout
         self._weights = weights
         self._min_cohort = min_cohort
@@ -252,7 +252,8 @@ class MaskedFleet(Fleet):
             there = [i for i in asked if i in keys and all(often[key] == 1 for key in member(i, keys[i]).keys)]
             cohort = admissible(there, self.sums, self._min_cohort, self._rng(number, 0))
             if not cohort:
-                lost(asked, f"of {len(asked)} devices {len(there)} take part, which may not be summed")
+                why = self.sums.too_close(there, self._min_cohort)
+                lost(asked, f"of {len(asked)} devices {len(there)} take part, which may not be summed: {why}")
                 continue
             members = [member(i, keys[i]) for i in cohort]
             file = write_roster(members)
@@ -274,10 +275,11 @@ class MaskedFleet(Fleet):
         cohort = admissible(there, self.sums, self._min_cohort, self._rng(number, 1))
         positions = tuple(k for k, member in enumerate(group.roster.members) if member.id in set(cohort))
         if not cohort or not group.roster.joined(positions):
-            lost(group.roster.ids(group.positions), f"{len(there)} masked updates came, which may not be summed")
+            why = self.sums.too_close(there, self._min_cohort) or "too few masks join them"
+            lost(group.roster.ids(group.positions), f"{len(there)} masked updates came, which may not be summed: {why}")
             return
         group.summed, group.to_sum = positions, self._fleet.put_bytes(write_positions(positions))
-        self.sums.append(cohort)
+        self.sums = self.sums.including(cohort)
 
     def _openings(self, label: str, group: Group) -> dict[str, Unmask]:
         """For devices that can help to open a sum, if enough have confirmed it."""
@@ -392,21 +394,19 @@ def told(result: Result | None, update: Update | None, n_samples: int, action: T
     )
 
 
-def admissible(
-    devices: Iterable[str], earlier: Collection[tuple[str, ...]], fewest: int, rng: np.random.Generator
-) -> tuple[str, ...]:
+def admissible(devices: Iterable[str], earlier: Sums, fewest: int, rng: np.random.Generator) -> tuple[str, ...]:
     """As many of the devices as may be summed, ascending; (): none.
 
     Either an earlier sum again, or all devices except some, so that the sum differs enough from earlier ones.
     """
-    left = set(devices)
-    candidates = [other for other in earlier if left.issuperset(other)]
-    while close := next((set(o) for o in earlier if 0 < len(left.symmetric_difference(o)) < fewest), None):
+    left, others = set(devices), [set(other) for other in earlier]
+    candidates = [tuple(sorted(other)) for other in others if left.issuperset(other)]
+    while close := next((other for other in others if 0 < len(left ^ other) < fewest), None):
         common = sorted(left & close)
         missing = fewest - len(left ^ close)
         left -= {common[k] for k in rng.permutation(len(common))[:missing]}
     candidates.append(tuple(sorted(left)))
-    return max((c for c in candidates if not too_close(c, earlier, fewest)), key=len, default=())
+    return max((c for c in candidates if not earlier.too_close(c, fewest)), key=len, default=())
 
 
 def lost(devices: Collection[str], reason: str) -> None:

@@ -32,6 +32,7 @@ from coordinator.protection import check as check_protection
 from coordinator.selection import Selection
 from fedge.errors import ConfigError, failing_as
 from fedge.loading import load_object
+from fedge.masking import Sums
 from fedge.messages import BlobRef, Codec, Share, blobs_of
 from fedge.processor import Processor
 from fedge.sgd import Sgd
@@ -122,7 +123,7 @@ class RoundSummary(Struct, frozen=True, kw_only=True):
 class State(Struct, frozen=True, kw_only=True):
     """The state of every method: the rounds done, the layout, how often each device trained, the history.
 
-    `sums`: the devices of each masked sum so far. `descents`: how devices derive the models (`put_after`).
+    `sums`: the masked sums so far. `descents`: how devices derive the models (`put_after`).
     """
 
     round: int
@@ -130,7 +131,7 @@ class State(Struct, frozen=True, kw_only=True):
     participations: dict[str, int] = {}
     history: tuple[RoundSummary, ...] = ()
     installed: dict[str, Installed] = {}
-    sums: tuple[tuple[str, ...], ...] = ()
+    sums: Sums = Sums()
     descents: dict[str, Descent] = {}
 
 
@@ -294,7 +295,7 @@ class Method(Generic[S]):
             seed=(self.settings.seed, state.round + 1),
         )
         state = await self.round(state, masked)
-        return msgspec.structs.replace(state, sums=tuple(dict.fromkeys(masked.sums)))
+        return msgspec.structs.replace(state, sums=masked.sums)
 
     def done(self, state: S) -> bool:
         """Whether the rounds of training and the final one are done."""

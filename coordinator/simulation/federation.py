@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from coordinator.fleet import devices
 from coordinator.fleet.simulated import Execute, SimulatedFleet
+from coordinator.selection import cohort_size
 from coordinator.simulation.settings import Hardware, Scenario
 from edge_agent import batched
 from edge_agent.device import repeatable
@@ -23,6 +24,7 @@ from fedge.errors import ConfigError
 from fedge.messages import BlobRef
 from fedge.models import initial
 from fedge.models.training import torch_device
+from fedge.steps.mask_shares import MAX_COHORT
 from fedge.task import TaskSpec
 from fedge.tasks import DeviceData, Pool, Share, partition, set_apart, share_data
 from fedge.tasks.generated import Generated, device_names
@@ -90,11 +92,13 @@ def partition_samples(scenario: Scenario, seed: int) -> Federation:
     """Read the samples, set the global test set apart, partition the rest, make the first model.
 
     Raises:
-        ConfigError: no such data, or they cannot be partitioned as requested.
+        ConfigError: no such data, or they cannot be partitioned as requested, or masked sums cannot cover the devices.
     """
     rest, apart = samples_of(scenario, seed, scenario.global_test)
     tested, server_data = set_apart(apart, scenario.server_data, seed=seed)
     n_devices = scenario.devices or _natural(scenario, rest)
+    if scenario.masking:
+        require_summable(cohort_size(n_devices - scenario.late_joiners, scenario.participation), scenario.min_cohort)
     milder = Milder()
     names = device_names(n_devices)
     shares: Mapping[str, Share] = (
@@ -116,6 +120,19 @@ def partition_samples(scenario: Scenario, seed: int) -> Federation:
         late_joiners=frozenset(names[i] for i in late),
         milder=milder,
     )
+
+
+def require_summable(n_train: int, fewest: int) -> None:
+    """Refuse masked sums of so many devices in a round.
+
+    Raises:
+        ConfigError: they are too few or too many.
+    """
+    if not fewest <= n_train <= MAX_COHORT:
+        raise ConfigError(
+            f"a masked sum covers {fewest} to {MAX_COHORT} devices, and {n_train} train in a round: "
+            "change --devices or --participation"
+        )
 
 
 def gather(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from edge_agent.device import Device, FailedError
 from edge_agent.masking import Confirmed, Masked, Session
-from fedge.masking import too_close
 from fedge.messages import Why
 from fedge.step import Declined, Result
 from fedge.steps.confirm_sum import ConfirmSum, SumConfirmed
@@ -28,7 +27,7 @@ def run(device: Device, action: ConfirmSum) -> Result:
     if unproven := near - roster.signers(masked, action.statements):
         raise FailedError(f"{', '.join(roster.ids(sorted(unproven)))} did not sign to have masked with these devices")
     devices = roster.ids(summed)
-    reason = too_close(devices, session.sums(), device.min_cohort)
+    reason = session.sums().too_close(devices, device.min_cohort)
     if not reason and not roster.joined(summed):
         reason = "a sum of parts that too few masks join"
     if reason:

@@ -44,7 +44,7 @@ async def test_agent_and_coordinator_killed_in_a_sum_end_as_if_nothing_had_happe
         assert federation.rows("SELECT DISTINCT status FROM orders") == [("accepted",)]
         state = federation.state(FedAvgState)
         undisturbed = await federation.undisturbed("fedavg", settings(1, steps=STEPS, protection=PROTECTION))
-    assert state.sums == (DEVICES,)
+    assert list(state.sums) == [DEVICES]
     assert same(state, undisturbed)
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import reduce
 from itertools import product
 
+import msgspec
 import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 from scipy.stats import chisquare, hypergeom
 
@@ -17,13 +22,13 @@ from fedge.masking import (
     DEGREE,
     Member,
     Roster,
+    Sums,
     add_pair_mask,
     commitment,
     prg,
     read_positions,
     read_roster,
     read_signatures,
-    too_close,
     write_positions,
     write_roster,
     write_signatures,
@@ -31,6 +36,12 @@ from fedge.masking import (
 from fedge.messages import BlobRef
 from fedge.steps.mask_shares import MAX_COHORT, MIN_COHORT
 from tests.support.contracts import LAYOUT
+
+NAMES = "abcdefghijklmnopqrs"
+
+
+def sums_of(*sums: Iterable[str]) -> Sums:
+    return reduce(Sums.including, sums, Sums())
 
 
 def keys(n: int) -> list[X25519PrivateKey]:
@@ -319,4 +330,30 @@ def test_two_sums_that_are_too_close_are_confirmed_by_some_in_both() -> None:
     ],
 )
 def test_which_sums_show_too_little_of_too_few(summed: str, earlier: list[str], reason: str) -> None:
-    assert (reason in too_close(summed, earlier, 5)) if reason else too_close(summed, earlier, 5) == ""
+    found = sums_of(*earlier).too_close(summed, 5)
+    assert (reason in found) if reason else found == ""
+
+
+@given(st.lists(st.sets(st.sampled_from(NAMES), min_size=1), max_size=8), st.sets(st.sampled_from(NAMES)))
+def test_sums_in_bits_are_the_sets_that_they_are_made_of(sums: list[set[str]], more: set[str]) -> None:
+    """Against sets, for every number of devices that an owner may want."""
+    packed = sums_of(*sums)
+    assert list(packed) == list(dict.fromkeys(tuple(sorted(each)) for each in sums))
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(packed), type=Sums) == packed
+    apart = {len(more ^ each) for each in sums} - {0}
+    for fewest in range(1, len(NAMES) + 1):
+        assert bool(packed.too_close(more, fewest)) == (len(more) < fewest or min(apart, default=fewest) < fewest)
+
+
+def test_two_hundred_sums_of_half_of_ten_thousand_devices_take_half_a_megabyte() -> None:
+    """A list of their names took 10 MB."""
+    names, rng = [f"dev-{k:04d}" for k in range(10_000)], np.random.default_rng(0)
+    sums = sums_of(*(rng.permutation(names)[:5_000].tolist() for _ in range(200)))
+    assert len(msgspec.msgpack.encode(sums)) < 500_000
+
+
+def test_a_run_of_which_no_more_sums_can_be_remembered_repeats_those_that_there_were(monkeypatch) -> None:
+    sums = sums_of("abcde", "fghij")
+    monkeypatch.setattr("fedge.masking.MAX_REMEMBERED", 11)
+    assert sums.too_close("vwxyz", 5) == "2 different sums in this run, no more can be remembered"
+    assert sums.too_close("fghij", 5) == ""

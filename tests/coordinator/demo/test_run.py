@@ -50,6 +50,12 @@ def test_the_same_seed_deals_the_same_samples(tmp_path: Path) -> None:
     assert any(not np.array_equal(one.shares[i].y_test, other.shares[i].y_test) for i in one.shares)
 
 
+def test_too_few_devices_for_a_masked_sum_are_refused_at_once(tmp_path: Path) -> None:
+    settings = DemoSettings(out=tmp_path, devices=6, participation=0.5, method="fedavg", average="mean", masking=True)
+    with pytest.raises(ConfigError, match="covers 5 to 10000 devices, and 3 train in a round"):
+        partition_samples(settings)
+
+
 def test_a_bundle_is_found_by_its_release(tmp_path: Path) -> None:
     settings = DemoSettings(out=tmp_path, devices=2, samples=100)
     cameras = partition_samples(settings)

@@ -1,4 +1,5 @@
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -51,6 +52,21 @@ def test_twenty_devices_or_as_many_as_people(tmp_path: Path) -> None:
     har = Scenario(task="uci-har", data=write(tmp_path / "har.npz"), partition="natural", global_test=0.0)
     assert list(partition_samples(har, 0).shares) == ["device-0", "device-1", "device-2"]
     assert len(partition_samples(Scenario(), 0).shares) == 20
+
+
+@pytest.mark.parametrize(
+    ("scenario", "n_train"),
+    [
+        ({"devices": 10_001}, 10_001),
+        ({"devices": 20_003, "participation": 0.5}, 10_002),
+        ({"devices": 4}, 4),
+        ({"devices": 8, "min_cohort": 9}, 8),
+        ({"devices": 8, "late_joiners": 4}, 4),
+    ],
+)
+def test_devices_that_no_masked_sum_can_cover_are_refused_at_once(scenario: dict[str, Any], n_train: int) -> None:
+    with pytest.raises(ConfigError, match=f"to 10000 devices, and {n_train} train in a round: change --devices or"):
+        partition_samples(Scenario(masking=True, average="mean", **scenario), 0)
 
 
 def test_another_network() -> None:
