@@ -233,10 +233,11 @@ def _record(folder: Folder, repo: Path) -> Record:
 
 def _lines(record: Record, *, supervised: bool) -> list[str]:
     plan, progress = record.plan, record.progress
+    n_devices = sum(line.takes_part for line in record.devices.values())
     shown = [
         f"rollout  {plan.id}: {plan.target}",
         f"state    {progress.state}{'' if supervised else ' (nobody supervises it now)'}",
-        f"stage    {progress.stage + 1} of {len(plan.stages)}: {progress.share:.0%} of the fleet",
+        f"stage    {progress.stage + 1} of {len(plan.stages)}: {n_devices} of {len(record.devices)} devices take part",
         *(f"reason   {reason}" for reason in progress.reasons),
     ]
     for device, line in sorted(record.devices.items()):

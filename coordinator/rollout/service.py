@@ -320,6 +320,6 @@ def words_of(event: str, fields: dict[str, Any]) -> str:
         why = f" ({fields['reason']})" if fields["reason"] else ""
         return f"{fields['phase']}, release {fields['release']}{why}"
     return (
-        f"{fields['state']}: stage {fields['stage']} of {fields['stages']} ({fields['share']:.0%}), "
+        f"{fields['state']}: stage {fields['stage']} of {fields['stages']}, "
         f"{fields['running']} of {fields['devices']} devices run it"
     )

@@ -227,7 +227,7 @@ function rollout(r) {
   const share = (x) => `${number(100 * x)} %`;
   const buttons = session.may_act && r.actions.filter((name) => NEXT[name]).map((name) => act(NEXT[name], `rollout-${name}`, { rollout: r.rollout }, name === "abort"));
   const facts = plan && [["state", [pill(progress.state), r.supervised || progress.state === "done" || progress.state === "aborted" ? "" : " nobody supervises it now"]],
-    ["release", `${plan.release} (${plan.target})`], ["stage", `${progress.stage + 1} of ${plan.stages.length}, ${share(progress.share)} of the fleet`],
+    ["release", `${plan.release} (${plan.target})`], ["stage", `${progress.stage + 1} of ${plan.stages.length}: ${lines.filter(([, d]) => d.takes_part).length} of ${lines.length} devices take part`],
     ["runs on", `${lines.filter(([, d]) => d.release === plan.release && (d.phase === "serving" || d.phase === "trial")).length} of ${lines.length} devices`],
     ["first", plan.canaries?.join(", ") || "the first share"], ["stages", plan.stages.map((x) => x ? share(x) : "the first").join(", ")], ["since", ago(progress.began)],
     ["why", progress.reasons?.length ? h("ul", {}, progress.reasons.map((why) => h("li", {}, why))) : "–"]];

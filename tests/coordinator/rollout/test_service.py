@@ -170,7 +170,7 @@ def test_what_rollouts_before_came_to_is_kept(repo):
     )
     record = folder.read()
     assert [(e.id, e.state, e.reasons) for e in record.earlier] == [("r", ABORTED, ("cam1 refused: accuracy: x",))]
-    assert [e.text for e in record.events] == ["running: stage 1 of 3 (0%), 0 of 0 devices run it"]
+    assert [e.text for e in record.events] == ["running: stage 1 of 3, 0 of 0 devices run it"]
     Supervisor(folder, release(repo), record.plan, broker, "shop", print)._keep(record.progress)
     assert (folder.read().earlier, folder.read().events) == (record.earlier, record.events)
 
