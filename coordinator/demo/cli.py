@@ -49,7 +49,7 @@ def demo(config: Path | None, options: tuple[str, ...], json_file: Path | None, 
         require_writable(json_file)
     from coordinator.demo.run import run  # what it needs is missed at once
     from coordinator.simulation.outcome import megabytes
-    from coordinator.simulation.report import legend_of, of_demo, table_of, write_results
+    from coordinator.simulation.report import of_demo, show, write_results
 
     folder = runs.new_folder(settings.out, "demo").absolute()
     settings = msgspec.structs.replace(settings, out=folder, method=name)
@@ -58,12 +58,11 @@ def demo(config: Path | None, options: tuple[str, ...], json_file: Path | None, 
     write_results(folder, of_demo(demonstration), json_file)
     *_, ours = demonstration.runs
     legend = [
-        legend_of(demonstration),
         "fedavg+ft: fine-tuned at the end; expert: the best shared model; personal: what the device has installed",
         "expert and personal are measured at the end alone",
         *(f"cluster {k}: {', '.join(members)}" for k, members in ours.clusters.items()),
         f"broker {demonstration.broker}: {megabytes(ours.bytes_up)} up, {megabytes(ours.bytes_down)} down; "
         f"{demonstration.wall_s:.0f} s in all",
     ]
-    Console().print(table_of(demonstration), *legend, sep="\n", highlight=False, soft_wrap=True)
+    show(demonstration, Console(), *legend)
     click.echo(f"report: {folder / 'report.html'}   figures: {folder / 'figures.json'}   logs: {folder / 'logs'}")

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import click
 from rich.console import Console
-from rich.table import Table
 
 from coordinator.options import method_and_options, method_options, resolve_options
 from coordinator.runs import named_by_time
@@ -45,13 +44,10 @@ def simulate(config: Path | None, options: tuple[str, ...], json_file: Path | No
     if json_file is not None:
         require_writable(json_file)
     from coordinator.simulation.interface import simulated
-    from coordinator.simulation.report import FILES, lines_of
+    from coordinator.simulation.report import FILES
 
     result = simulated(settings, name, own, lambda text: click.echo(f"{name}  {text}", err=True), json_file)
-    table = Table.grid(padding=(0, 2))
-    for line in lines_of(result, result.target):
-        table.add_row(*line)
-    Console().print(table, highlight=False)
+    click.echo(result)
     if settings.out is not None:
         click.echo(f"in {settings.out}: {', '.join(FILES)}, and the devices' folders with their bundles")
 
@@ -79,9 +75,9 @@ def compare(config: Path | None, json_file: Path | None, **flags: object) -> Non
     if json_file is not None:
         require_writable(json_file)
     from coordinator.simulation.interface import compared
-    from coordinator.simulation.report import FILES, legend_of, table_of
+    from coordinator.simulation.report import FILES, show
 
     out = settings.out or named_by_time("compare")
     comparison = compared(settings, out, partial(click.echo, err=True), json_file)
-    Console().print(table_of(comparison), legend_of(comparison), sep="\n", highlight=False, soft_wrap=True)
+    show(comparison, Console())
     click.echo(f"in {out}: {', '.join(FILES)}")

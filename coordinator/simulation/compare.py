@@ -16,6 +16,7 @@ from typing import Any, Self
 import msgspec
 import numpy as np
 from msgspec import Struct
+from rich.console import Console
 
 from coordinator.methods import Server, make
 from coordinator.options import check, method_and_options
@@ -115,6 +116,14 @@ class Comparison(Struct, frozen=True, kw_only=True):
             msgspec.DecodeError: it is none.
         """
         return msgspec.json.decode(figures, type=cls, dec_hook=lambda kind, text: kind(text))
+
+    def __str__(self) -> str:
+        """What `fedge compare` prints."""
+        from coordinator.simulation.report import show
+
+        with (console := Console(no_color=True)).capture() as shown:
+            show(self, console)
+        return shown.get().rstrip()
 
     def _repr_html_(self) -> str:
         from coordinator.simulation.report import headings, in_a_notebook, lead, row, table

@@ -75,6 +75,12 @@ class Simulation(RunOutcome, frozen=True, kw_only=True, weakref=True):
             raise KeyError(f"no bundle of {device_id!r}: there are {', '.join(d.id for d in self.devices if d.bundle)}")
         return self.home / device_id / "bundles" / device.release
 
+    def __str__(self) -> str:
+        """What `fedge simulate` prints."""
+        lines = lines_of(self, self.target)
+        width = max(len(name) for name, _ in lines)
+        return "\n".join(f"{name:{width}}  {figure}" for name, figure in lines)
+
     def _repr_html_(self) -> str:
         shown = table(("", self.method), lines_of(self, self.target))
         return in_a_notebook(run_lead(self, self.scenario), shown, [self])

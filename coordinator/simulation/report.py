@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 from msgspec import Struct
 from rich.box import SIMPLE_HEAD
+from rich.console import Console
 from rich.table import Table
 
 from coordinator.simulation import plots
@@ -309,6 +310,11 @@ def tested_globally(comparison: Comparison) -> bool:
 def has_clock(comparison: Comparison) -> bool:
     """Whether devices take simulated time."""
     return comparison.scenario.hardware != "none"
+
+
+def show(comparison: Comparison, console: Console, *more: str) -> None:
+    """Print the comparison, what its columns mean, and more lines."""
+    console.print(table_of(comparison), legend_of(comparison), *more, sep="\n", highlight=False, soft_wrap=True)
 
 
 def legend_of(comparison: Comparison) -> str:

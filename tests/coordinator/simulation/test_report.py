@@ -204,6 +204,13 @@ def test_a_notebook_shows_the_table_and_the_curves() -> None:
     assert all(cell in shown for cell in row(a_comparison(2).methods[1]))
 
 
+def test_a_script_prints_the_table_and_what_its_columns_mean() -> None:
+    shown = str(a_comparison(2))
+    assert all(cell in shown for cell in row(a_comparison(2).methods[1])[:2])
+    assert shown.endswith("deviation over the devices")
+    assert all(line.isprintable() for line in shown.splitlines())
+
+
 def test_the_report_of_a_demo_needs_nothing_from_outside() -> None:
     html = of_demo(a_demonstration()).page
     assert "http" not in html
