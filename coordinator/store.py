@@ -35,6 +35,8 @@ from fedge.messages import Context, Order, Report
 MIGRATIONS = Path(__file__).with_name("migrations")
 EXPIRED: Final = "no report before the deadline"
 UNWANTED: Final = "the run ended before the report came"
+UNASKED: Final = "the round ended without a wait for the report"
+"""Of an order that was written before a restart and not asked for after it, since its step has another version."""
 FEDGE_0_1: Final = 1
 """Schema of the stores of fedge 0.1."""
 RECALLED_ROUNDS: Final = 8
@@ -220,10 +222,13 @@ class Store:
     ) -> None:
         """Commit a finished round: the method's state and the counters, all or nothing.
 
+        Orders that are still open expire: nobody waits for their reports, and a device repeats its own until a verdict.
         Devices and orders of rounds before the last `keep` are deleted, streamed orders once they are handed out. The
         times of rounds stay.
         """
         old = number - keep
+        left = self._read("SELECT id FROM orders WHERE round = $1 AND streamed = 0 AND status = 'open'", number)
+        self._expire(left, UNASKED, now)
 
         def commit(db: Database) -> None:
             db.execute("UPDATE rounds SET done_at = $1 WHERE round = $2", now, number)
@@ -304,8 +309,10 @@ class Store:
 
     def end_streams(self, now: float) -> None:
         """Expire the open streamed orders, whose answers are no longer wanted."""
-        open_ = self._read("SELECT id FROM orders WHERE streamed = 1 AND status = $1", OrderStatus.OPEN.value)
-        for future in [self._close(i, OrderStatus.EXPIRED, UNWANTED, None, now) for (i,) in open_]:
+        self._expire(self._read("SELECT id FROM orders WHERE streamed = 1 AND status = 'open'"), UNWANTED, now)
+
+    def _expire(self, ids: Sequence[tuple[str]], reason: str, now: float) -> None:
+        for future in [self._close(i, OrderStatus.EXPIRED, reason, None, now) for (i,) in ids]:
             future.result()
 
     def accept(self, report: Report, now: float) -> Future[bool]:

@@ -42,6 +42,7 @@ from fedge.messages import (
     Capabilities,
     Context,
     Order,
+    Outcome,
     Presence,
     Report,
     SiteDevice,
@@ -562,12 +563,16 @@ class Agent:
             self._models.remove(digest)
 
     def _may_still_leave(self, report: Report, order: Order) -> bool:
-        """Whether a report kept by an earlier agent fits the owner's rules; if not, the work is repeated."""
+        """Whether a report kept by an earlier agent fits the owner's rules; if not, the work is repeated.
+
+        What the result of a step that is known no longer lets out, nobody can tell.
+        """
         try:
             action = read_action(order, self._identity.steps)
-            result = read_result(report, action) if isinstance(action, Action) else action
             parts = [self._rules.stripped(report) == report]
-            if isinstance(action, Action) and not isinstance(result, Refusal):
+            if isinstance(action, Unsupported):
+                parts.append(report.outcome is not Outcome.DONE)
+            elif not isinstance(result := read_result(report, action), Refusal):
                 parts.append(self._rules.stripped(result, action.reveals()) == result)
         except (ProtocolError, WithheldError):
             return False

@@ -132,6 +132,14 @@ def test_a_round_is_committed_with_its_counts_or_not_at_all(store: Store) -> Non
     assert store.counters() == {"bytes_up": 11, "refused.malformed": 3}
 
 
+def test_an_order_that_is_still_open_when_its_round_ends_expires(store: Store) -> None:
+    store.write_orders([order("a")])
+    store.commit_round(1, b"one", 3.5, {})
+    (entry,) = store.entries(1)
+    assert (entry.status, entry.reason) == (OrderStatus.EXPIRED, "the round ended without a wait for the report")
+    assert not store.accept(report("a"), now=4.0).result()
+
+
 def test_of_old_rounds_only_their_times_stay(store: Store) -> None:
     """But open streams, and the number of the last arrival."""
     store.write_orders([order("a")])
@@ -142,8 +150,8 @@ def test_of_old_rounds_only_their_times_stay(store: Store) -> None:
     store.commit_round(1, b"1", 2.0, {}, keep=2)
     for number in (2, 3):
         store.begin_round(number, [Device("a", 5)], now=2.0)
-        store.write_orders([order("a", round_=number)])
         store.commit_round(number, b"", 4.0, {}, keep=2)
+        store.write_orders([order("a", round_=number)])  # afterwards: open ones expire, and are the last arrivals
     assert [e.order.id for e in store.entries(1)] == ["r.1.s.a", "r.1.t.b", "r.1.t.c"]
     assert [len(store.entries(number)) for number in (2, 3)] == [1, 1]
     assert (store.snapshot(1), store.snapshot(2)) == ((), (Device("a", 5),))
