@@ -11,6 +11,7 @@ from typing import ClassVar
 
 import pytest
 
+from coordinator.fleet.orders import OrderStatus
 from coordinator.methods import load
 from coordinator.methods.fedavg import FedAvgState
 from coordinator.service import CoordinatorSettings, serve
@@ -19,7 +20,7 @@ from edge_agent.agent import Agent, Identity
 from edge_agent.device import Fetch
 from edge_agent.worker import Finished, Worker
 from fedge.broker import LocalBroker
-from fedge.messages import Order
+from fedge.messages import Order, Outcome, Report, decode
 from fedge.step import Action, installed_steps
 from fedge.steps.train_masked import TrainMasked
 from fedge.stopping import Stop, StoppedError
@@ -147,9 +148,12 @@ async def test_coordinator_and_agents_that_are_updated_in_a_sum_lose_that_sum_al
         for agent in after:
             group.create_task(agent.run())
         state = await masking.learn()
-        await until(lambda: not reports(tmp_path))
         for agent in after:
             agent.stop()
+    with contextlib.closing(Store(masking.settings.home)) as store:
+        assert all(entry.status is not OrderStatus.OPEN for entry in store.entries(1))
+    kept = [decode(file.read_bytes(), Report) for file in reports(tmp_path, "1.train")]  # for a coordinator to come
+    assert all(report.outcome is not Outcome.DONE for report in kept), "the door would hold it back for ever"
     assert [(one.asked, one.answered) for one in state.history] == [(6, 0), (6, 6)]
     assert list(state.sums) == [DEVICES]
 
