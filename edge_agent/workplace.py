@@ -29,7 +29,7 @@ from fedge.files import BlobFolder, versions_in
 from fedge.messages import BlobRef, Order, Report, Why
 from fedge.processor import Processor
 from fedge.step import Action, Failed, Refusal, read_result, report_of
-from fedge.stopping import Stop
+from fedge.stopping import Stop, StoppedError
 from fedge.task import TaskSpec
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class Workplace:
         """Carry out an order.
 
         Raises:
-            StoppedError: `stop()` was true; the process is killed.
+            StoppedError: `stop()` was true; the process is killed, unless it is still loading torch.
             StoreError: the disk is full or broken.
         """
         with self._in_use:
@@ -118,6 +118,10 @@ class Workplace:
                 log.warning("event=worker_died order=%s reason=%r", order.id, str(error))
                 died = error
                 continue
+            except StoppedError:
+                if not child.loaded:  # or a device that loads for longer than its orders last would never do one
+                    self._child = child
+                raise
             self._child = child
             result = read_result(done.report, action)
             if isinstance(result, Refusal):

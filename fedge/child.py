@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import signal
 import subprocess
@@ -66,12 +67,14 @@ class DiedError(ConfigError):
 class Child:
     """A function in a separate process, one call at a time. Context manager.
 
-    The process ends with the thread that started it, even if that is killed, and after a call that raises.
+    The process ends with the thread that started it, even if that is killed, and after a call that raises, unless that
+    is stopped while the child loads its code, which takes long with torch.
 
     function: `module:name`; its annotations may use types known to msgspec, arrays and paths.
     """
 
     def __init__(self, function: str) -> None:
+        self.loaded = False
         self._wire, theirs = Pipe()
         with theirs:
             self._process = subprocess.Popen(
@@ -102,8 +105,8 @@ class Child:
     def call(self, *arguments: object, returns: type[R], stop: Stop = never, timeout_s: float | None = None) -> R:
         """The function's result.
 
-        `stop`: polled during the call; the child is killed when it returns True. `timeout_s`: when to give up; None:
-        never.
+        `stop`: polled during the call; a child that has loaded its code is killed when it returns True. `timeout_s`:
+        when to give up; None: never.
 
         Raises:
             DiedError: the child ended by itself.
@@ -112,15 +115,23 @@ class Child:
             StoppedError: `stop()` was true.
             TimeoutError: it took longer.
         """
+        until = math.inf if timeout_s is None else time.monotonic() + timeout_s
         try:
-            return self._answer(msgspec.msgpack.encode(arguments, enc_hook=_plain), returns, stop, timeout_s)
-        except BaseException:
-            self.close()
+            if not self.loaded:
+                self._next(stop, until)
+                self.loaded = True
+            self._try(lambda: self._wire.send_bytes(msgspec.msgpack.encode(arguments, enc_hook=_plain)))
+            data = self._next(stop, until)
+            with failing_as(ConfigError, "its result makes no sense", on=MALFORMED):  # a number beyond its range
+                return msgspec.msgpack.decode(data, type=returns, dec_hook=_rich)
+        except BaseException as error:
+            if self.loaded or not isinstance(error, StoppedError):
+                self.close()
             raise
 
-    def _answer(self, arguments: bytes, returns: type[R], stop: Stop, timeout_s: float | None) -> R:
+    def _next(self, stop: Stop, until: float) -> bytes:
+        """What the child tells next; what it logs meanwhile is logged here."""
         began = time.monotonic()
-        self._try(lambda: self._wire.send_bytes(arguments))
         while True:
             while not self._wire.poll(LOOK_S):
                 status = self._process.poll()  # a process of its own may hold the connection
@@ -128,17 +139,15 @@ class Child:
                     raise DiedError(status)
                 if stop():
                     raise StoppedError
-                if timeout_s is not None and time.monotonic() > began + timeout_s:
-                    raise TimeoutError(f"no answer within {timeout_s:.0f} s")
+                if time.monotonic() > until:
+                    raise TimeoutError(f"no answer within {until - began:.0f} s")
             kind, data = self._try(lambda: (self._wire.recv_bytes(), self._wire.recv_bytes()))
             if kind in FAILURES:
                 raise FAILURES[kind](data.decode())
-            if kind == b"log":
-                name, level, template, values = msgspec.msgpack.decode(data, type=tuple[str, int, str, list[Any]])
-                logging.getLogger(name).log(level, template, *values)
-                continue
-            with failing_as(ConfigError, "its result makes no sense", on=MALFORMED):  # a number beyond its range
-                return msgspec.msgpack.decode(data, type=returns, dec_hook=_rich)
+            if kind != b"log":
+                return data
+            name, level, template, values = msgspec.msgpack.decode(data, type=tuple[str, int, str, list[Any]])
+            logging.getLogger(name).log(level, template, *values)
 
     def _try(self, exchange: Callable[[], T]) -> T:
         try:
@@ -191,6 +200,7 @@ def _serve(path: str, wire: Connection) -> None:
     try:
         function = load_object(path)
         *kinds, _ = get_type_hints(function).values()
+        to_parent.tell(b"loaded", b"")
         while True:
             given = msgspec.msgpack.decode(wire.recv_bytes(), type=list[msgspec.Raw])
             arguments = [

@@ -244,6 +244,15 @@ def test_stopping_ends_it_at_once(place: Workplace, settings: AgentSettings) -> 
     assert not children()
 
 
+def test_a_process_that_loads_for_longer_than_an_order_lasts_does_the_next(
+    place: Workplace, settings: AgentSettings
+) -> None:
+    with pytest.raises(StoppedError):
+        done(place, *draw(settings), stop=lambda: True)
+    (child,) = children()
+    assert done(place, *draw(settings)).result.pid == child.pid  # type: ignore[attr-defined]
+
+
 def test_data_that_cannot_be_read_any_more_fail_the_order(place: Workplace, settings: AgentSettings) -> None:
     settings.data.unlink()
     result = done(place, *draw(settings)).result

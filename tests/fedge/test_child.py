@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from fedge import child
 from fedge.errors import ConfigError
+from fedge.stopping import StoppedError
 from fedge.tensors import Model
 
 WORK = """
@@ -90,6 +91,15 @@ def test_a_child_that_breaks_off_and_stays_is_killed(monkeypatch: pytest.MonkeyP
 def test_a_child_that_takes_too_long_is_killed() -> None:
     with pytest.raises(TimeoutError, match="no answer within 1 s"):
         child.call("their_work:fails", "slow", returns=int, timeout_s=1.0)
+
+
+def test_a_child_that_is_stopped_while_it_loads_goes_on_loading(tmp_path: Path) -> None:
+    (tmp_path / "slow_to_load.py").write_text("import time\ntime.sleep(1)\n" + WORK)
+    with child.Child("slow_to_load:counts") as staying:
+        with pytest.raises(StoppedError):
+            staying.call(returns=int, stop=lambda: True)
+        assert psutil.pid_exists(staying.pid)
+        assert [staying.call(returns=int), staying.call(returns=int)] == [1, 2], "the stopped call was not made"
 
 
 def test_a_file_in_the_present_folder_shadows_no_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
