@@ -113,6 +113,7 @@ class Workplace:
                 self._child = Child("edge_agent.workplace:carry_out")
             child, self._child = self._child, None
             try:
+                child.load(stop)
                 done = child.call(self._settings, self._digest, order, returns=Done, stop=stop)
             except DiedError as error:
                 log.warning("event=worker_died order=%s reason=%r", order.id, str(error))

@@ -67,8 +67,7 @@ class DiedError(ConfigError):
 class Child:
     """A function in a separate process, one call at a time. Context manager.
 
-    The process ends with the thread that started it, even if that is killed, and after a call that raises, unless that
-    is stopped while the child loads its code, which takes long with torch.
+    The process ends with the thread that started it, even if that is killed, and after a call that raises.
 
     function: `module:name`; its annotations may use types known to msgspec, arrays and paths.
     """
@@ -102,11 +101,29 @@ class Child:
         self._process.kill()
         self._process.wait()
 
+    def load(self, stop: Stop = never, until: float = math.inf) -> None:
+        """Wait until the child has loaded its code, which takes long with torch. If stopped, it goes on loading.
+
+        `until`: when to give up, on the monotonic clock.
+
+        Raises:
+            DiedError, ConfigError, StoppedError, TimeoutError: as `call`.
+        """
+        try:
+            if not self.loaded:
+                self._next(stop, until)
+                self.loaded = True
+        except StoppedError:
+            raise
+        except BaseException:
+            self.close()
+            raise
+
     def call(self, *arguments: object, returns: type[R], stop: Stop = never, timeout_s: float | None = None) -> R:
         """The function's result.
 
-        `stop`: polled during the call; a child that has loaded its code is killed when it returns True. `timeout_s`:
-        when to give up; None: never.
+        `stop`: polled during the call; the child is killed when it returns True. `timeout_s`: when to give up; None:
+        never.
 
         Raises:
             DiedError: the child ended by itself.
@@ -117,16 +134,13 @@ class Child:
         """
         until = math.inf if timeout_s is None else time.monotonic() + timeout_s
         try:
-            if not self.loaded:
-                self._next(stop, until)
-                self.loaded = True
+            self.load(stop, until)
             self._try(lambda: self._wire.send_bytes(msgspec.msgpack.encode(arguments, enc_hook=_plain)))
             data = self._next(stop, until)
             with failing_as(ConfigError, "its result makes no sense", on=MALFORMED):  # a number beyond its range
                 return msgspec.msgpack.decode(data, type=returns, dec_hook=_rich)
-        except BaseException as error:
-            if self.loaded or not isinstance(error, StoppedError):
-                self.close()
+        except BaseException:
+            self.close()
             raise
 
     def _next(self, stop: Stop, until: float) -> bytes:

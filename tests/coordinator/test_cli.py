@@ -26,6 +26,7 @@ from coordinator.methods.fedavg import FedAvgState
 from coordinator.service import CoordinatorSettings, write_summary
 from coordinator.store import Store
 from fedge.broker import LocalBroker
+from fedge.cli import command
 from fedge.errors import ConfigError, StoreError
 from fedge.identity import CRL, Role
 from fedge.messages import BlobRef, Presence, Status, Why, encode
@@ -274,11 +275,11 @@ def test_the_last_round_is_told_once_and_what_follows_has_no_number(capsys: pyte
 # -------------------------------------------------------------------------------------------------------- coordinator
 
 
-@pytest.mark.parametrize("command", [coordinator, status])
-def test_help_has_examples_and_exit_codes(command: Any) -> None:
-    said = CliRunner().invoke(command, ["--help"]).output
+@pytest.mark.parametrize("name", ["coordinator", "status"])
+def test_help_has_examples_and_exit_codes(name: str) -> None:
+    said = CliRunner().invoke(command, [name, "--help"]).output
     assert "Examples:" in said
-    assert f"\n    fedge {command.name} " in said
+    assert f"\n    fedge {name} " in said
     assert "Exit codes:" in said
 
 

@@ -97,9 +97,9 @@ def test_a_child_that_is_stopped_while_it_loads_goes_on_loading(tmp_path: Path) 
     (tmp_path / "slow_to_load.py").write_text("import time\ntime.sleep(1)\n" + WORK)
     with child.Child("slow_to_load:counts") as staying:
         with pytest.raises(StoppedError):
-            staying.call(returns=int, stop=lambda: True)
+            staying.load(stop=lambda: True)
         assert psutil.pid_exists(staying.pid)
-        assert [staying.call(returns=int), staying.call(returns=int)] == [1, 2], "the stopped call was not made"
+        assert [staying.call(returns=int), staying.call(returns=int)] == [1, 2]
 
 
 def test_a_file_in_the_present_folder_shadows_no_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
