@@ -42,7 +42,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Annotated, Final, TypeVar
 
 import msgspec
@@ -59,7 +59,7 @@ from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from fedge import fixed_point
-from fedge.errors import MALFORMED, ProtocolError
+from fedge.errors import MALFORMED, ProtocolError, failing_as
 from fedge.fixed_point import Summand
 from fedge.messages import BlobRef, Id, Order
 from fedge.sealed import Plain, Signed
@@ -227,10 +227,8 @@ _signatures: Final = msgspec.msgpack.Decoder(Annotated[dict[Position, Signature]
 
 
 def _decoded(decoder: msgspec.msgpack.Decoder[T], data: bytes, what: str) -> T:
-    try:
+    with failing_as(partial(ProtocolError, "malformed"), f"no {what}", on=MALFORMED):
         return decoder.decode(data)
-    except MALFORMED as error:
-        raise ProtocolError("malformed", f"no {what}: {error}") from error
 
 
 def write_roster(members: Iterable[Member]) -> bytes:

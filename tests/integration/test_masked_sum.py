@@ -79,6 +79,15 @@ class Masking:
         named = Identity(device, "f", self.task, n_shared=data.n_shared, **identity)  # type: ignore[arg-type]
         return Agent(named, self._broker, self._folder / device, make_worker)
 
+    async def learn_with(self, agents: list[Agent]) -> FedAvgState:
+        async with asyncio.TaskGroup() as group:
+            for agent in agents:
+                group.create_task(agent.run())
+            state = await self.learn()
+            for agent in agents:
+                agent.stop()
+        return state
+
     async def learn(self) -> FedAvgState:
         with contextlib.closing(Store(self.settings.home)) as store:
             await serve(self.settings, self.task, store, lambda *_: None)
@@ -89,13 +98,7 @@ class Masking:
 
 async def test_the_others_are_summed(one_broker: LocalBroker, tmp_path: Path) -> None:
     masking = Masking(one_broker, tmp_path, rounds=1, deadline_s=30.0)
-    agents = [masking.agent(device) for device in DEVICES]
-    async with asyncio.TaskGroup() as group:
-        for agent in agents:
-            group.create_task(agent.run())
-        state = await masking.learn()
-        for agent in agents:
-            agent.stop()
+    state = await masking.learn_with([masking.agent(device) for device in DEVICES])
     assert list(state.sums) == [OTHERS]
     assert (state.history[0].asked, state.history[0].answered) == (6, 5)
     assert state.participations == dict.fromkeys(OTHERS, 1)
@@ -143,13 +146,7 @@ async def test_coordinator_and_agents_that_are_updated_in_a_sum_lose_that_sum_al
             agent.stop()
     monkeypatch.setattr(TrainMasked, "VERSION", Later.VERSION)
     monkeypatch.setattr(Losing, "execute", Worker.execute)
-    after = [masking.agent(device) for device in DEVICES]
-    async with asyncio.TaskGroup() as group:
-        for agent in after:
-            group.create_task(agent.run())
-        state = await masking.learn()
-        for agent in after:
-            agent.stop()
+    state = await masking.learn_with([masking.agent(device) for device in DEVICES])
     with contextlib.closing(Store(masking.settings.home)) as store:
         assert all(entry.status is not OrderStatus.OPEN for entry in store.entries(1))
     kept = [decode(file.read_bytes(), Report) for file in reports(tmp_path, "1.train")]  # for a coordinator to come
