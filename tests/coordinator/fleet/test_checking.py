@@ -131,7 +131,8 @@ from fedge.codec import Codec
 from tests.support.device import LAYOUT
 checking.SMALL = 0
 async def main():
-    await checking.CheckPool().norms(Path({str(file)!r}), Codec.INT8, LAYOUT)
+    pool = checking.CheckPool()  # held: its threads end with it, and the process with its thread
+    await pool.norms(Path({str(file)!r}), Codec.INT8, LAYOUT)
     print("checked", flush=True)
     await asyncio.sleep({WAIT_S})
 asyncio.run(main())
