@@ -34,7 +34,7 @@ from edge_agent.steps import train as training
 from edge_agent.worker import Worker
 from fedge import models
 from fedge.files import volatile
-from fedge.masking import _signed
+from fedge.masking import Sums, _signed
 from fedge.messages import Codec, blobs_of, encode
 from fedge.sgd import Sgd
 from fedge.step import Action, Result, report_of
@@ -106,7 +106,7 @@ async def measure(n: int, hidden: int, dropped: float, home: Path) -> dict[str, 
             if kind == "plain":
                 found = await fleet.run("train", dict.fromkeys(workers, order))
             else:
-                masked = MaskedFleet(fleet, layout, weights="samples", min_cohort=5, sums=(), seed=(0, 1))
+                masked = MaskedFleet(fleet, layout, weights="samples", min_cohort=5, sums=Sums(), seed=(0, 1))
                 found = await masked.run("train", dict.fromkeys(workers, order))
         total_s = time.process_time() - began
         assert sum(isinstance(answer.result, Trained) for answer in found.values()) == n - len(gone)
