@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import click
 
 from coordinator.methods import Option, method_class, options_of
 from fedge.config import section_of
 from fedge.errors import ConfigError
+from fedge.files import require_writable, write_atomically
 
 F = TypeVar("F", bound=Callable[..., Any])
+STDOUT: Final = Path("-")
 
 
 def method_options(command: F) -> F:
@@ -24,6 +26,35 @@ def method_options(command: F) -> F:
         metavar="NAME=VALUE",
         help="An option of the method, as in the table [method] of the TOML file; may be repeated.",
     )(command)
+
+
+def json_option(command: F) -> F:
+    """Decorator of a click command: `--json FILE`, checked before work begins. With -, other text goes to stderr."""
+    return click.option(
+        "--json",
+        "json_file",
+        type=click.Path(path_type=Path, allow_dash=True),
+        callback=_writable,
+        help="Also write the figures to this file; to standard output if it is -.",
+    )(command)
+
+
+def _writable(_: click.Context, __: click.Parameter, file: Path | None) -> Path | None:
+    if file not in (None, STDOUT):
+        require_writable(file)
+    return file
+
+
+def write_json(file: Path | None, figures: bytes) -> None:
+    """Write the figures where `--json` says: to a file, standard output, or nowhere.
+
+    Raises:
+        StoreError: the file cannot be written.
+    """
+    if file == STDOUT:
+        click.echo(figures)
+    elif file is not None:
+        write_atomically(file, figures)
 
 
 def resolve_options(config: Path | None, pairs: Iterable[str]) -> dict[str, Option]:

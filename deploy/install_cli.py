@@ -13,7 +13,7 @@ import msgspec
 
 from deploy.examination import Limits, examine
 from deploy.slots import Slots, newest_in_inbox, owned, slot_in, state_of
-from fedge.bundle import MANIFEST, Bundle, digest_in, look, read
+from fedge.bundle import MANIFEST, Bundle, digest_in, look, read, require_bundle
 from fedge.errors import ConfigError, StoreError, UpdateRejected, failing_as
 from fedge.files import InUseError, whole_folder, write_atomically
 from fedge.rollout import MAX_METADATA_BYTES
@@ -48,8 +48,8 @@ def install(bundle: Path | None, home: Path, root: Path | None, *, as_json: bool
     """
     if bundle is None and root is None:
         raise click.UsageError("name a bundle, --root, or both")
-    if bundle is not None and not bundle.is_dir():
-        raise ConfigError(f"no bundle at {bundle}: name the folder that holds manifest.json")
+    if bundle is not None:
+        require_bundle(bundle)
     trusted = None if root is None else _read_root(root)
     new = None if bundle is None else read(bundle)
     try:

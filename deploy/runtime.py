@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from deploy.engines import EngineChoice, EngineName, How, Mode, chosen, make
 from deploy.sessions import CPU, chains
-from fedge.bundle import Bundle, Manifest, read
+from fedge.bundle import Bundle, Manifest, read, require_bundle
 from fedge.energies import free_energy
 from fedge.errors import ConfigError, UpdateRejected
 from fedge.files import reading, require_utf8
@@ -204,8 +204,7 @@ def load_as(folder: Path, how: How) -> Runtime:
     Raises:
         ConfigError, UpdateRejected: as `load`.
     """
-    if not folder.is_dir():
-        raise ConfigError(f"no bundle at {folder}: name the folder that holds manifest.json")
+    require_bundle(folder)
     require_utf8(folder)
     with contextlib.ExitStack() as held:
         try:

@@ -32,7 +32,7 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from fedge.errors import MALFORMED, ProtocolError, UpdateRejected, failing_as
+from fedge.errors import MALFORMED, ConfigError, ProtocolError, UpdateRejected, failing_as
 from fedge.messages import Count, Digest, NonNegative, Role, Share
 from fedge.onnx_wire import unbounded
 from fedge.task import PRINTABLE, TaskSpec
@@ -261,6 +261,18 @@ def read(folder: Path, *, again: bool = False) -> Bundle:
             _require_same(path, file, part, hashed=not again)
             _require_tensors(path, file)
     return Bundle(manifest, digest, with_parts(skeleton, manifest.parts), folder, branch)
+
+
+def require_bundle(folder: Path) -> None:
+    """Refuse a folder that is not there, or one that holds bundles and is none itself: a device's home.
+
+    Raises:
+        ConfigError: it is such a folder; the text names the bundle last written into it.
+    """
+    within = sorted(folder.glob(f"bundles/*/{MANIFEST}"), key=lambda path: (path.stat().st_mtime, path))
+    if within or not folder.is_dir():
+        such_as = f", such as {within[-1].parent}" if within else ""
+        raise ConfigError(f"no bundle at {folder}: name the folder that holds {MANIFEST}{such_as}")
 
 
 def look(folder: Path) -> tuple[Manifest, str]:

@@ -10,17 +10,16 @@ import msgspec
 from rich.console import Console
 
 from coordinator import runs
-from coordinator.options import check, method_and_options, method_options, resolve_options
+from coordinator.options import STDOUT, check, json_option, method_and_options, method_options, resolve_options
 from coordinator.simulation.settings import DemoSettings
 from fedge.config import resolve, settings_options
-from fedge.files import require_writable
 from fedge.tasks.partition import check_partitioning
 
 
 @click.command()
 @settings_options(DemoSettings, "demo")
 @method_options
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures to this file.")
+@json_option
 def demo(config: Path | None, options: tuple[str, ...], json_file: Path | None, **flags: object) -> None:
     """Run a whole federation on this machine and show what it brings.
 
@@ -45,8 +44,6 @@ def demo(config: Path | None, options: tuple[str, ...], json_file: Path | None, 
     own = resolve_options(config, options) | own
     check(name, own)
     check_partitioning(settings)
-    if json_file is not None:
-        require_writable(json_file)
     from coordinator.demo.run import run  # what it needs is missed at once
     from coordinator.simulation.outcome import megabytes
     from coordinator.simulation.report import of_demo, show, write_results
@@ -64,5 +61,8 @@ def demo(config: Path | None, options: tuple[str, ...], json_file: Path | None, 
         f"broker {demonstration.broker}: {megabytes(ours.bytes_up)} up, {megabytes(ours.bytes_down)} down; "
         f"{demonstration.wall_s:.0f} s in all",
     ]
-    show(demonstration, Console(), *legend)
-    click.echo(f"report: {folder / 'report.html'}   figures: {folder / 'figures.json'}   logs: {folder / 'logs'}")
+    show(demonstration, Console(stderr=json_file == STDOUT), *legend)
+    click.echo(
+        f"report: {folder / 'report.html'}   figures: {folder / 'figures.json'}   logs: {folder / 'logs'}",
+        err=json_file == STDOUT,
+    )

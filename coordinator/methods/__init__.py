@@ -372,7 +372,8 @@ def options_of(kind: type[Method[Any]], given: Mapping[str, Option]) -> tuple[St
         ConfigError: an unknown name or word (the nearest right one is named), a refused one (with the reason), or a
             value out of range.
     """
-    known = {field.name: words_of(field.type) for field in msgspec.structs.fields(kind.Options)}
+    hints = {field.name: field.type for field in msgspec.structs.fields(kind.Options)}
+    known = {name: words_of(hint) for name, hint in hints.items()}
     if kind.SELECTIONS:
         known["selection"] = list(kind.SELECTIONS)
     for name, value in given.items():
@@ -385,6 +386,9 @@ def options_of(kind: type[Method[Any]], given: Mapping[str, Option]) -> tuple[St
             raise ConfigError(f"option of the method: {name} cannot be {value!r}; {why}")
         if isinstance(value, float) and not math.isfinite(value):  # no message holds one
             raise ConfigError(f"option {name} of the method must be a finite number, not {value}")
+        if name in hints:
+            with failing_as(ConfigError, f"option of the method: {name}", on=msgspec.ValidationError):
+                msgspec.convert(value, type=hints[name], strict=False)
     own = {name: value for name, value in given.items() if name != "selection"}
     with failing_as(ConfigError, "option of the method", on=msgspec.ValidationError):
         options = msgspec.convert(own, type=kind.Options, strict=False)

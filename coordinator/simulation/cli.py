@@ -8,18 +8,17 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from coordinator.options import method_and_options, method_options, resolve_options
+from coordinator.options import STDOUT, json_option, method_and_options, method_options, resolve_options
 from coordinator.runs import named_by_time
 from coordinator.simulation.settings import CompareSettings, SimulationSettings
 from fedge.config import resolve, settings_options
-from fedge.files import require_writable
 from fedge.tasks.partition import check_partitioning
 
 
 @click.command()
 @settings_options(SimulationSettings, "simulate")
 @method_options
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures to this file.")
+@json_option
 def simulate(config: Path | None, options: tuple[str, ...], json_file: Path | None, **flags: object) -> None:
     """Run one method on simulated devices, in this process, and measure it.
 
@@ -41,20 +40,21 @@ def simulate(config: Path | None, options: tuple[str, ...], json_file: Path | No
     settings = resolve(SimulationSettings, "simulate", config, flags)
     name, own = method_and_options(settings.method)
     own = resolve_options(config, options) | own
-    if json_file is not None:
-        require_writable(json_file)
     from coordinator.simulation.interface import simulated
     from coordinator.simulation.report import FILES
 
     result = simulated(settings, name, own, lambda text: click.echo(f"{name}  {text}", err=True), json_file)
-    click.echo(result)
+    click.echo(result, err=json_file == STDOUT)
     if settings.out is not None:
-        click.echo(f"in {settings.out}: {', '.join(FILES)}, and the devices' folders with their bundles")
+        click.echo(
+            f"in {settings.out}: {', '.join(FILES)}, and the devices' folders with their bundles",
+            err=json_file == STDOUT,
+        )
 
 
 @click.command()
 @settings_options(CompareSettings, "compare")
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures to this file.")
+@json_option
 def compare(config: Path | None, json_file: Path | None, **flags: object) -> None:
     """Run several methods on equal terms and show what each brings.
 
@@ -72,12 +72,10 @@ def compare(config: Path | None, json_file: Path | None, **flags: object) -> Non
     """
     settings = resolve(CompareSettings, "compare", config, flags)
     check_partitioning(settings)
-    if json_file is not None:
-        require_writable(json_file)
     from coordinator.simulation.interface import compared
     from coordinator.simulation.report import FILES, show
 
     out = settings.out or named_by_time("compare")
     comparison = compared(settings, out, partial(click.echo, err=True), json_file)
-    show(comparison, Console())
-    click.echo(f"in {out}: {', '.join(FILES)}")
+    show(comparison, Console(stderr=json_file == STDOUT))
+    click.echo(f"in {out}: {', '.join(FILES)}", err=json_file == STDOUT)

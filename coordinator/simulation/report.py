@@ -15,6 +15,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from coordinator.options import write_json
 from coordinator.simulation import plots
 from coordinator.simulation.compare import Comparison, Demonstration, MethodOutcome, Spread
 from coordinator.simulation.outcome import Cost, RunOutcome, as_csv, cost_of, megabytes
@@ -39,7 +40,7 @@ class Report(NamedTuple):
 
 
 def write_results(folder: Path | None, report: Report, json_file: Path | None = None) -> None:
-    """Write `FILES` into the folder, and the JSON file.
+    """Write `FILES` into the folder, and the figures as `--json` asks.
 
     Raises:
         StoreError: a file cannot be written.
@@ -49,8 +50,7 @@ def write_results(folder: Path | None, report: Report, json_file: Path | None = 
         texts = report.page, figures.decode(), as_csv(report.rows), plots.as_file(report.plot)
         for name, text in zip(FILES, texts, strict=True):
             write_atomically(folder / name, text.encode())
-    if json_file is not None:
-        write_atomically(json_file, figures)
+    write_json(json_file, figures)
 
 
 def page(title: str, lead: str, *content: str) -> str:

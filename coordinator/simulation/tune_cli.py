@@ -9,10 +9,10 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from coordinator.options import STDOUT, json_option, write_json
 from coordinator.runs import named_by_time
 from coordinator.simulation.settings import TuneSettings
 from fedge.config import resolve, settings_options
-from fedge.files import require_writable
 
 SHOWN = 5
 
@@ -26,7 +26,7 @@ SHOWN = 5
     help="What is searched: NAME=LOW..HIGH, NAME=A,B,C, or NAME alone for its usual range; may be repeated. Default: "
     "the learning rate, and the options of the method that have a lowest and a highest value.",
 )
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures to this file.")
+@json_option
 def tune(config: Path | None, search: tuple[str, ...], json_file: Path | None, **flags: object) -> None:
     """Search a method's options and the settings of local training on validation samples, with Ray Tune.
 
@@ -45,20 +45,20 @@ def tune(config: Path | None, search: tuple[str, ...], json_file: Path | None, *
     130 stopped by Ctrl-C.
     """
     settings = resolve(TuneSettings, "tune", config, flags)
-    if json_file is not None:
-        require_writable(json_file)
     from coordinator.simulation.interface import tuned
     from coordinator.simulation.tune import CONFIG, FIGURES, sentence
 
     out = settings.out or named_by_time("tune")
     found = tuned(settings, search, out, partial(click.echo, err=True))
-    if json_file is not None:
-        json_file.write_bytes((out / FIGURES).read_bytes())
+    write_json(json_file, (out / FIGURES).read_bytes())
+    console = Console(stderr=json_file == STDOUT)
     table = Table(*found.searched, "accuracy", "rounds", box=None, pad_edge=False)
     for one in found.trials[:SHOWN]:
         values = [f"{value:.4g}" if isinstance(value, float) else str(value) for value in one.values.values()]
         table.add_row(*values, f"{100 * one.accuracy:.1f} %", str(one.rounds))
-    Console().print(table, highlight=False)
+    console.print(table, highlight=False)
     if found.asked is not None:
-        click.echo(f"as it was given: {sentence(found.asked, found.scenario)}")
-    click.echo(f"in {out}: {CONFIG}, {FIGURES}; on test samples: fedge simulate --config {out / CONFIG}")
+        click.echo(f"as it was given: {sentence(found.asked, found.scenario)}", err=console.stderr)
+    click.echo(
+        f"in {out}: {CONFIG}, {FIGURES}; on test samples: fedge simulate --config {out / CONFIG}", err=console.stderr
+    )

@@ -43,7 +43,7 @@ def test_methods_and_options_are_checked_by_name_and_value() -> None:
     for name, options, words in (
         ("fedavx", {}, "no method 'fedavx'"),
         ("ditto", {"proximal_lamda": 0.3}, "did you mean 'proximal_lambda'"),
-        ("ditto", {"proximal_lambda": -1}, "option of the method"),
+        ("ditto", {"proximal_lambda": -1}, "option of the method: proximal_lambda: Expected `float` >= 0.0"),
     ):
         with pytest.raises(ConfigError, match=words):
             check(name, options)

@@ -98,6 +98,10 @@ def test_a_folder_that_cannot_be_opened_is_named(tmp_path, monkeypatch):
 def test_wrong_arguments(tmp_path):
     with pytest.raises(ConfigError, match="no bundle at"):
         deploy.load(tmp_path / "nowhere")
+    for number in "23":
+        shutil.copytree(GOLDEN / "bundle", tmp_path / "home" / "bundles" / number)
+    with pytest.raises(ConfigError, match=r"such as .*home/bundles/3"):
+        deploy.load(tmp_path / "home")
     foreign = tmp_path / os.fsdecode(b"caf\xe9")
     foreign.symlink_to(GOLDEN / "bundle")
     with pytest.raises(ConfigError, match="not UTF-8"):

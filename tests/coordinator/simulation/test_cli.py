@@ -82,6 +82,12 @@ def test_a_run_is_told_on_standard_error_and_its_figures_written(
     assert "is not empty" in capfd.readouterr().err
 
 
+def test_figures_on_standard_output_stand_there_alone(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--method", "fedavg", *SMALL, "--json", "-"]) == 0
+    said = capfd.readouterr()
+    assert f"{100 * json.loads(said.out)['accuracy']:.1f} %" in said.err
+
+
 @pytest.mark.parametrize("command", ["simulate", "compare"])
 def test_a_folder_that_cannot_be_made_is_found_before_anything_runs(
     tmp_path: Path, command: str, capfd: pytest.CaptureFixture[str]
