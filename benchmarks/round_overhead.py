@@ -10,9 +10,11 @@ default, int8 both ways, sends less than a quarter of them: --codec int8+zstd --
     CPU       seconds a round: coordinator with the processes that check for it, one agent (mean), broker, all together
     memory    VmHWM: the largest resident set of the process in its life
 
-The rival's figures are published measurements of Flower 1.41 with 4 nodes; they are not measured here.
+With --flower each case is followed by Flower's SuperLink with as many SuperNodes that train nothing either, in its own
+environment (`flower_deployed.py`).
 
-Run: python benchmarks/round_overhead.py [--agents 4 8] [--rounds 10] [--codec int8+zstd --down int8] [--json FILE]
+Run: python benchmarks/round_overhead.py [--agents 4 8] [--rounds 10] [--codec int8+zstd --down int8] [--flower]
+    [--json FILE]
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import json
 import os
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -52,7 +55,6 @@ if TYPE_CHECKING:
 
 HIDDEN = {"1.6 MB": 5_333, "45 MB": 150_000}
 """Of an mlp with 64 inputs and 10 classes: 75 numbers of 4 bytes for each hidden unit."""
-FLOWER = {"1.6 MB": {"seconds": 6.5, "server_mb": 340.0}, "45 MB": {"seconds": 9.7, "server_mb": 1420.0}}
 FEDERATION = "overhead"
 
 
@@ -212,9 +214,26 @@ async def measure(case: Case, rounds: int, ways: tuple[Codec, Down]) -> dict[str
 async def run_all(options: argparse.Namespace) -> list[dict[str, Any]]:
     ways = options.codec, options.down
     cases = itertools.starmap(Case, itertools.product(options.models, options.agents))
-    results = [await measure(case, options.rounds, ways) for case in cases]
-    show(row | {"Flower 1.41, 4 nodes": FLOWER[row["model"]]} for row in results)
+    results = []
+    for case in cases:
+        results.append(await measure(case, options.rounds, ways))
+        if options.flower:
+            results[-1]["flower"] = flower(case, options.rounds, options.environments.absolute() / "flower")
+    show(results)
     return results
+
+
+def flower(case: Case, rounds: int, environment: Path) -> dict[str, Any]:
+    """Seconds a round of the rival, in processes and an environment of its own."""
+    from frameworks import RIVALS, make_environment
+
+    make_environment(environment, RIVALS["flower"][1])
+    script = Path(__file__).with_name("flower_deployed.py")
+    with tempfile.TemporaryDirectory() as folder:
+        sizes = (75 * HIDDEN[case.model], case.agents, rounds)
+        command = [environment / "bin" / "python", script, folder, *map(str, sizes)]
+        seconds = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+    return {"seconds": statistics.median(seconds), "each": seconds}
 
 
 def role(arguments: list[str]) -> None:
@@ -239,9 +258,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10, help="rounds that count (default 10)")
     parser.add_argument("--codec", type=Codec, default=Codec.FLOAT32, help="of the updates (default float32)")
     parser.add_argument("--down", default="float32", choices=["int8", "float32"], help="of models (default float32)")
+    parser.add_argument("--flower", action="store_true", help="measure Flower, too; its environment is made if need be")
+    parser.add_argument("--environments", type=Path, default=Path("build/frameworks"), metavar="DIR")
     options = parser.parse_args()
     results = asyncio.run(run_all(options))
-    finish(options, {"results": results, "flower": FLOWER})
+    finish(options, {"results": results})
 
 
 if __name__ == "__main__":

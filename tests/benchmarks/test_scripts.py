@@ -130,7 +130,7 @@ LONG = (
 """Their smallest inputs take 7 to 25 seconds of a processor, or minutes."""
 
 
-RIVALS = ("flower_simulation.py", "pfl_simulation.py")
+RIVALS = ("flower_deployed.py", "flower_simulation.py", "pfl_simulation.py")
 """Run by frameworks.py in environments of their own, with packages that the project does not have."""
 
 
