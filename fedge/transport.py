@@ -959,7 +959,17 @@ class Transport:
             self._connection.unsubscribe(topic_filter)
 
     def _serve(self, subscription: _Subscription) -> None:
-        subscription.task = self._tasks.create_task(subscription.serve(), name=f"handler {subscription.topic_filter}")
+        """Start its handler.
+
+        Raises:
+            asyncio.CancelledError: the transport is at its end, and so is whoever still uses it.
+        """
+        serving = subscription.serve()
+        try:
+            subscription.task = self._tasks.create_task(serving, name=f"handler {subscription.topic_filter}")
+        except RuntimeError as error:
+            serving.close()
+            raise asyncio.CancelledError from error
 
     def _drained(self, n_bytes: int) -> None:
         self._held_bytes -= n_bytes

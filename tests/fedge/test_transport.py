@@ -269,6 +269,13 @@ async def test_error_of_the_body_passes_through(broker):
             raise KeyError("mine")
 
 
+async def test_whoever_subscribes_at_its_end_ends_too(broker):
+    async with transport(broker, "one") as one:
+        pass
+    with pytest.raises(asyncio.CancelledError):
+        await one.subscribe("t", Inbox())
+
+
 async def test_unsubscribed_hears_nothing(broker):
     gone, kept = Inbox(), Inbox()
     async with transport(broker, "one") as one:
