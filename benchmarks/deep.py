@@ -156,17 +156,17 @@ async def run(scenario: Scenario, seed: int) -> dict[str, Any]:
 
 
 def table(found: Mapping[str, list[dict[str, Any]]]) -> str:
-    """Means over the seeds; points and bytes against the best run in float32."""
+    """Means over the seeds; points to, and bytes against, the best run in float32."""
     ends = {name: [each["curve"][-1] for each in runs] for name, runs in found.items()}
     mean = {n: {key: float(np.mean([e[key] for e in own])) for key in own[0]} for n, own in ends.items()}
     whole = max((own for name, own in mean.items() if "float32" in name), key=lambda own: own["accuracy"])
-    head = ["trained", "numbers", "accuracy", "points lost", "MB up", "less", "MB down", "less", "MB once"]
+    head = ["trained", "numbers", "accuracy", "to full float32", "MB up", "less", "MB down", "less", "MB once"]
     rows = []
     for name, own in mean.items():
-        lost = 100 * (whole["accuracy"] - own["accuracy"])
+        gained = 100 * (own["accuracy"] - whole["accuracy"])
         bytes_ = [text for way in ("up", "down") for text in (f"{own[way]:.2f}", f"1/{whole[way] / own[way]:.0f}")]
         shown = f"{100 * own['accuracy']:.1f}"
-        rows.append([name, str(found[name][0]["params"]), shown, f"{lost:.1f}", *bytes_, f"{own['once']:.0f}"])
+        rows.append([name, str(found[name][0]["params"]), shown, f"{gained:+.1f}", *bytes_, f"{own['once']:.0f}"])
     return markdown(head, rows)
 
 
