@@ -24,7 +24,10 @@ PATIENCE = 300
 async def process(
     *arguments: object, **environment: str
 ) -> AsyncIterator[tuple[Process, dict[str, Any], aiohttp.ClientSession]]:
-    """The process, what it says when it serves, and a client session to its URL; killed on the way out."""
+    """The process, what it says when it serves, and a client session to its URL; killed on the way out.
+
+    Its log is printed at the end: pytest shows it where a test fails.
+    """
     child = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "fedge.cli", "serve", "--json", "--port", "0", *map(str, arguments),
         stdout=PIPE, stderr=PIPE, env=os.environ | environment,
@@ -41,7 +44,8 @@ async def process(
     finally:
         if child.returncode is None:
             child.kill()
-        await child.communicate()
+        _, log = await child.communicate()
+        sys.stderr.write(f"{log.decode()}ended with {child.returncode}\n")
 
 
 async def ask(session: aiohttp.ClientSession, model: str, **fields: object) -> tuple[int, dict[str, Any]]:
