@@ -31,7 +31,10 @@ EXPIRES_S: Final = 60
 
 
 class Sensor:
-    """Answers sensor requests. Async context manager inside its transport's; on exit open requests are dropped."""
+    """Answers sensor requests. Async context manager inside its transport's; on exit open requests are dropped.
+
+    Requests may come as soon as the transport connects; until this is entered, they wait.
+    """
 
     def __init__(self, model: Served, transport: Transport, federation: str, device_id: str) -> None:
         topics = Topics(federation)
@@ -41,9 +44,11 @@ class Sensor:
         self._transport = transport
         self._free = asyncio.Semaphore(MAX_OPEN)
         self._tasks = asyncio.TaskGroup()
+        self._entered = asyncio.Event()
 
     async def __aenter__(self) -> Self:
         await self._tasks.__aenter__()
+        self._entered.set()
         return self
 
     async def __aexit__(self, *error: Any) -> None:
@@ -54,6 +59,7 @@ class Sensor:
         if message.retained:
             log.warning("event=ignored topic=%s reason='a sample must not be retained'", message.topic)
             return
+        await self._entered.wait()
         await self._free.acquire()
         self._tasks.create_task(self._answer(message)).add_done_callback(lambda _: self._free.release())
 

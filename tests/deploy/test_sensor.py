@@ -184,3 +184,21 @@ async def test_one_that_leaves_no_room_for_any_answer_ends_nothing():
         await sensor.handle(Inbound(PREDICT, body(X[:1]), False))
     (payload,) = wire.published
     assert "outputs" in json.loads(payload)
+
+
+async def test_a_request_that_comes_while_the_device_still_connects_is_answered():
+    class Wire:
+        published = ()
+
+        async def publish(self, *message, **properties):
+            self.published = (*self.published, message)
+
+    wire = Wire()
+    async with served() as model:
+        sensor = Sensor(model, wire, "shop", "cam1")
+        early = asyncio.create_task(sensor.handle(Inbound(PREDICT, body(X[:1]), False)))
+        await asyncio.sleep(0)
+        async with sensor:
+            await early
+    ((_, payload),) = wire.published
+    assert "outputs" in json.loads(payload)
