@@ -33,7 +33,7 @@ EXPIRES_S: Final = 60
 class Sensor:
     """Answers sensor requests. Async context manager inside its transport's; on exit open requests are dropped.
 
-    Requests may come as soon as the transport connects; until this is entered, they wait.
+    Requests may come as soon as the transport connects, and as long as it does; before and after this they wait.
     """
 
     def __init__(self, model: Served, transport: Transport, federation: str, device_id: str) -> None:
@@ -52,6 +52,7 @@ class Sensor:
         return self
 
     async def __aexit__(self, *error: Any) -> None:
+        self._entered.clear()
         await self._tasks.__aexit__(*error)
 
     async def handle(self, message: Inbound) -> None:
@@ -59,8 +60,8 @@ class Sensor:
         if message.retained:
             log.warning("event=ignored topic=%s reason='a sample must not be retained'", message.topic)
             return
-        await self._entered.wait()
         await self._free.acquire()
+        await self._entered.wait()
         self._tasks.create_task(self._answer(message)).add_done_callback(lambda _: self._free.release())
 
     async def _answer(self, message: Inbound) -> None:
