@@ -214,13 +214,14 @@ def main() -> None:
         print(f"{task}: beta {' '.join(str(run['pooled', 'beta', '']) for run in runs)}; accuracy / nll / ece")
         print(f"| inputs | {' | '.join(VARIANTS)} | as it is - neither | told by {', '.join(WARNINGS)} |")
         print("|---" * (len(VARIANTS) + 3) + "|")
-        for kind in dict.fromkeys(kind for kind, _, measure in runs[0] if measure):
-            every = {m: np.array([[run[kind, v, m] for v in VARIANTS] for run in runs]) for m in MEASURES}
+        for kind in dict.fromkeys(kind for run in runs for kind, _, measure in run if measure):
+            there = [run for run in runs if (kind, VARIANTS[0], MEASURES[0]) in run]  # devices may know every class
+            every = {m: np.array([[run[kind, v, m] for v in VARIANTS] for run in there]) for m in MEASURES}
             means = [every[m].mean(axis=0) for m in MEASURES]
             cells = [f"{a:.1f} / {nll:.3f} / {e:.1f}" for a, nll, e in zip(*means, strict=True)]
             pairs = {m: every[m][:, 0] - every[m][:, VARIANTS.index("neither")] for m in MEASURES}
             gains = [paired(p, 3) for p in pairs.values()]
-            areas = {w: [run[kind, w, "auc"] for run in runs] for w in WARNINGS}
+            areas = {w: [run[kind, w, "auc"] for run in there] for w in WARNINGS}
             told = ", ".join(f"{np.mean(area):.2f}" for area in areas.values())
             print(f"| {kind} | {' | '.join(cells)} | {' / '.join(gains)} | {told} |", flush=True)
             figures.setdefault(task, {})[kind] = {m: every[m].tolist() for m in MEASURES} | areas
