@@ -221,6 +221,8 @@ def main() -> None:
     parser.add_argument("--train-on", type=Processor, choices=list(Processor), default=Processor.CPU)
     parser.add_argument("--jobs", type=int, help="runs at a time (default: a core each)")
     given = parser.parse_args()
+    if OURS not in given.methods:
+        parser.error(f"--methods needs {OURS}, with which the others are compared")
     source = Source(given)
     print(f"| setting | {' | '.join(given.methods)} | fedge - best other |\n{'|---' * (len(given.methods) + 2)}|")
     comparisons = {}
