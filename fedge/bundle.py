@@ -269,6 +269,8 @@ def require_bundle(folder: Path) -> None:
     Raises:
         ConfigError: it is such a folder; the text names the bundle last written into it.
     """
+    if (folder / MANIFEST).exists():
+        return
     within = sorted(folder.glob(f"bundles/*/{MANIFEST}"), key=lambda path: (path.stat().st_mtime, path))
     if within or not folder.is_dir():
         such_as = f", such as {within[-1].parent}" if within else ""

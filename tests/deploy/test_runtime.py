@@ -102,6 +102,8 @@ def test_wrong_arguments(tmp_path):
         shutil.copytree(GOLDEN / "bundle", tmp_path / "home" / "bundles" / number)
     with pytest.raises(ConfigError, match=r"such as .*home/bundles/3"):
         deploy.load(tmp_path / "home")
+    shutil.copytree(GOLDEN / "bundle", tmp_path / "home", dirs_exist_ok=True)
+    deploy.load(tmp_path / "home")  # a bundle itself, whatever lies beside its files
     foreign = tmp_path / os.fsdecode(b"caf\xe9")
     foreign.symlink_to(GOLDEN / "bundle")
     with pytest.raises(ConfigError, match="not UTF-8"):
