@@ -64,7 +64,7 @@ server = ServerApp()
 
 
 class Timed(FedAvg):  # type: ignore[misc, unused-ignore]
-    """Remembers when each average was there."""
+    """Flower's FedAvg with every node in every round; `ends`: when each round's aggregation was done."""
 
     def __init__(self, nodes: int) -> None:
         super().__init__(fraction_evaluate=0.0, min_train_nodes=nodes, min_available_nodes=nodes)
@@ -76,7 +76,8 @@ class Timed(FedAvg):  # type: ignore[misc, unused-ignore]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         replies = list(replies)
         if sum(not reply.has_error() for reply in replies) < self.nodes:
-            raise RuntimeError(f"not every node answered in round {server_round}")
+            errors = {reply.error.reason for reply in replies if reply.has_error()}
+            raise RuntimeError(f"not every node answered in round {server_round}: {errors}")
         done: tuple[ArrayRecord | None, MetricRecord | None] = super().aggregate_train(server_round, replies)
         self.ends.append(time.monotonic())
         return done

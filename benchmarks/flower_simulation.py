@@ -20,8 +20,7 @@ os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # no GPU is as
 import logging
 import sys
 import tempfile
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -30,10 +29,10 @@ from typing import Any
 import numpy as np
 import ray  # noqa: F401, TID251 - of flwr[simulation]: without it there is no engine
 import torch
+from flower_deployed import Timed
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
-from flwr.serverapp.strategy import FedAvg
 from flwr.simulation import run_simulation
 from plain import NETWORKS, Plan, Samples, Weights, answer, client_update, weights_of
 from torch import nn
@@ -47,26 +46,6 @@ class Outcome:
 
     weights: Weights
     seconds: list[float]
-
-
-class Timed(FedAvg):  # type: ignore[misc, unused-ignore]
-    """Flower's FedAvg; `ends`: when each round's aggregation was done."""
-
-    def __init__(self, n_clients: int) -> None:
-        super().__init__(fraction_evaluate=0.0, min_train_nodes=n_clients, min_available_nodes=n_clients)
-        self.n_clients = n_clients
-        self.ends: list[float] = []
-
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        replies = list(replies)
-        if sum(not reply.has_error() for reply in replies) < self.n_clients:
-            errors = {reply.error.reason for reply in replies if reply.has_error()}
-            raise RuntimeError(f"not every client answered in round {server_round}: {errors}")
-        done: tuple[ArrayRecord | None, MetricRecord | None] = super().aggregate_train(server_round, replies)
-        self.ends.append(time.perf_counter())
-        return done
 
 
 def fedavg(model: str, first: Weights, clients: Sequence[Samples], plan: Plan, *, idle: bool = False) -> Outcome:
