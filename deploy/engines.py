@@ -11,6 +11,7 @@ int8        the graph of int8.onnx, candidates in 8 bits: approximate. The bundl
 from __future__ import annotations
 
 import math
+import platform
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Final, Literal
@@ -24,6 +25,7 @@ from fedge.bundle import INPUT, INT8, LOGITS, OUTPUTS, Bundle, Part, PoolInfo
 from fedge.errors import ConfigError
 from fedge.fusion import Floats, Formula, fuse, gate_scores
 from fedge.messages import Role
+from fedge.onnx_wire import largest_int8
 from fedge.tensors import Tensors, views_of
 
 EngineName = Literal["fused", "separate", "lazy", "int8"]
@@ -33,6 +35,8 @@ ENGINES: Final[tuple[EngineName, ...]] = ("fused", "separate", "lazy", "int8")
 APPROXIMATE: Final[frozenset[EngineName]] = frozenset({"lazy", "int8"})
 LARGE_PART_BYTES: Final = 40_000_000
 """From this size of a candidate on `auto` saves memory: sessions of 5 ResNet-18 add 428 MB, the fused graph 543."""
+MAX_WEIGHT: Final = 64
+"""Weights in 8 bits up to this size give the same sums on every processor (`export.int8`)."""
 NEGLIGIBLE: Final = 0.01
 """Share of the mixture that lazy evaluation leaves out at most, as far as its bounds hold."""
 
@@ -91,7 +95,30 @@ def chosen(bundle: Bundle, engine: EngineChoice) -> EngineName:
         raise ConfigError(f"engine {engine} does not run {bundle.folder}, a pool or of an older fedge: use fused")
     if engine == "int8" and not isinstance(manifest.int8, Part):
         raise ConfigError(f"engine int8 needs int8.onnx, which {bundle.folder} lacks: `fedge export --int8` makes it")
+    if engine == "int8":
+        _require_exact_sums(bundle)
     return engine
+
+
+def _require_exact_sums(bundle: Bundle) -> None:
+    """Refuse a graph whose sums of 8 bits saturate on some processors of this machine's kind.
+
+    Arm adds products of 8 bits in 32 bits. x86-64 without VNNI adds two of them in 16 bits.
+
+    Raises:
+        ConfigError: this is no Arm, and weights are larger than `MAX_WEIGHT`.
+    """
+    if platform.machine() in {"aarch64", "arm64"}:
+        return
+    try:
+        largest = largest_int8(memoryview((bundle.folder / INT8).read_bytes()))
+    except ValueError as error:
+        raise ConfigError(f"engine int8 cannot check {bundle.folder / INT8}: {error}") from error
+    if largest > MAX_WEIGHT:
+        raise ConfigError(
+            f"{bundle.folder / INT8} has weights up to {largest}, with which some x86-64 processors give wrong answers "
+            f"(at most {MAX_WEIGHT} are right on all): make it again with `fedge export --int8`, or use engine fused"
+        )
 
 
 def make(

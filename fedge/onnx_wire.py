@@ -1,4 +1,4 @@
-"""Reads a serialised ONNX graph without ONNX, to check that it certainly terminates.
+"""Reads a serialised ONNX graph without ONNX: whether it certainly terminates, and how large its 8-bit weights are.
 
 Source: onnx.proto3 (field numbers) and the wire format of Protocol Buffers: a field is a varint (number << 3 | type)
 and its value, where type 0 is a varint, 1 eight bytes, 2 a length and as many bytes, 5 four bytes.
@@ -9,8 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
+import numpy as np
+
 GRAPH, FUNCTIONS = 7, 25  # of ModelProto
-NODE: Final = 1  # of GraphProto
+NODE, INITIALIZER = 1, 5  # of GraphProto
+DATA_TYPE, INT32_DATA, RAW_DATA = 2, 5, 9  # of TensorProto
+INT8: Final = 3  # of TensorProto.DataType
 OP_TYPE, ATTRIBUTE = 4, 5  # of NodeProto
 SUBGRAPH, SUBGRAPHS = 6, 11  # of AttributeProto
 MAX_VARINT_BYTES: Final = 10
@@ -35,6 +39,38 @@ def unbounded(model: memoryview) -> str:
     return ""
 
 
+def largest_int8(model: memoryview) -> int:
+    """The largest magnitude among the int8 numbers that a graph includes (0 to 128), or 0 if it has none.
+
+    Raises:
+        ValueError: the model is not a serialised message.
+    """
+    largest = 0
+    for number, graph in _fields(model):
+        for of_graph, tensor in _fields(graph) if number == GRAPH else ():
+            if of_graph == INITIALIZER:
+                largest = max(largest, _largest_int8(tensor))
+    return largest
+
+
+def _largest_int8(tensor: memoryview) -> int:
+    fields = list(_fields(tensor))
+    if not any(number == DATA_TYPE and _varint(value, 0)[0] == INT8 for number, value in fields):
+        return 0
+    values = [np.frombuffer(value, np.int8).astype(np.int64) for number, value in fields if number == RAW_DATA]
+    values += [np.array(_varints(value), np.uint64).view(np.int64) for number, value in fields if number == INT32_DATA]
+    return max((int(np.abs(some).max(initial=0)) for some in values), default=0)
+
+
+def _varints(numbers: memoryview) -> list[int]:
+    """The numbers of a packed field."""
+    values, at = [], 0
+    while at < len(numbers):
+        value, at = _varint(numbers, at)
+        values.append(value & 0xFFFF_FFFF_FFFF_FFFF)
+    return values
+
+
 def _has_subgraph(node: memoryview) -> bool:
     return any(
         inner in {SUBGRAPH, SUBGRAPHS}
@@ -51,20 +87,20 @@ def _op_type(node: memoryview) -> str:
 
 
 def _fields(message: memoryview) -> Iterator[tuple[int, memoryview]]:
-    """Number and bytes of each field; the bytes are empty for numeric fields."""
+    """Number and bytes of each field; a varint's bytes are the varint itself."""
     at = 0
     while at < len(message):
         key, at = _varint(message, at)
         match key & 7:
             case 0:
-                start = end = _varint(message, at)[1]
+                start, end = at, _varint(message, at)[1]
             case 1:
-                start = end = at + 8
+                start, end = at, at + 8
             case 2:
                 length, start = _varint(message, at)
                 end = start + length
             case 5:
-                start = end = at + 4
+                start, end = at, at + 4
             case kind:
                 raise ValueError(f"a field of wire type {kind}")
         if end > len(message):

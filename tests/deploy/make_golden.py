@@ -1,7 +1,8 @@
 """Makes the bundles in tests/deploy/golden, and what they predict on the machine that makes them. Needs torch.
 
 `bundle` has all that the format knew before there were engines, and stays as it is: such bundles must be readable for
-ever. `engines` holds a bundle of trained networks that every engine can run:
+ever. `full_range.onnx` is a graph in 8 bits as the export once wrote it; its sums saturate on some processors.
+`engines` holds a bundle of trained networks that every engine can run:
 
 python -m tests.deploy.make_golden
 """

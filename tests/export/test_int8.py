@@ -21,6 +21,7 @@ from fedge.errors import ConfigError, UpdateRejected
 from fedge.messages import Role
 from fedge.models import initial
 from fedge.models.training import Network
+from fedge.onnx_wire import largest_int8
 from fedge.task import TaskSpec
 from fedge.validation import Validation
 
@@ -107,6 +108,16 @@ def test_the_layers_that_make_the_logits_stay_in_float32(tmp_path, home, digits)
     }
     rounded = {c: [maker.get(node.input[1]) == "DequantizeLinear" for node in nodes] for c, nodes in layers.items()}
     assert rounded == {c: [True, False] for c in range(3)}
+
+
+def test_its_sums_saturate_on_no_processor(tmp_path, home, digits):
+    """Without VNNI, x86-64 adds two products of 8 bits in 16 bits: 2 x 255 x 64 fits, 2 x 255 x 65 does not."""
+    x, y = digits
+    quantise(read(home / "bundles" / "1"), Validation(x[1200:1400], y[1200:1400]), tmp_path / "small", ANY_SPEED)
+    model = onnx.load(tmp_path / "small" / INT8)
+    weights = [onnx.numpy_helper.to_array(t) for t in model.graph.initializer if t.data_type == onnx.TensorProto.INT8]
+    assert max(int(np.abs(w.astype(int)).max()) for w in weights) == 64
+    assert largest_int8(memoryview(model.SerializeToString())) == 64
 
 
 def test_gate_fusion_and_shift_are_as_in_float32(tmp_path, home, digits):

@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 
-from fedge.onnx_wire import unbounded
+from fedge.onnx_wire import largest_int8, unbounded
 from tests.deploy.bundles import GOLDEN
 
 pytestmark = pytest.mark.torch_free
@@ -35,6 +35,19 @@ PLAIN = node("Add", field(1, "axis"))
 def test_our_own_graph_ends():
     assert unbounded(memoryview((GOLDEN / "skeleton.onnx").read_bytes())) == ""
     assert unbounded(model(field(7, PLAIN, PLAIN))) == ""
+
+
+def test_largest_int8_of_each_form_of_a_tensor():
+    """`raw_data`, and `int32_data` packed or not; numbers of other types are left out."""
+    int8, float32 = key(2, 0) + b"\x03", key(2, 0) + b"\x01"
+    minus_100 = b"\x9c" + b"\xff" * 8 + b"\x01"
+    raw = field(5, int8, field(9, b"\x05\xc0\x00"))  # 5, -64, 0
+    assert largest_int8(model(field(7, PLAIN, raw))) == 64
+    assert largest_int8(model(field(7, raw, field(5, int8, field(5, b"\x05", minus_100))))) == 100
+    assert largest_int8(model(field(7, raw, field(5, int8, key(5, 0) + b"\x07", key(5, 0) + minus_100)))) == 100
+    assert largest_int8(model(field(7, field(5, float32, field(9, b"\x80"))))) == 0
+    assert largest_int8(model(field(7, field(5, int8, field(9, b"\x80"))))) == 128
+    assert largest_int8(memoryview((GOLDEN / "skeleton.onnx").read_bytes())) == 0
 
 
 @pytest.mark.parametrize("inner", [6, 11])

@@ -295,6 +295,7 @@ def graph(data: bytes) -> None:
     """A graph in ONNX's format."""
     with contextlib.suppress(ValueError):
         onnx_wire.unbounded(memoryview(data))
+        onnx_wire.largest_int8(memoryview(data))
 
 
 def metadata(data: bytes) -> None:
