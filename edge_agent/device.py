@@ -206,6 +206,7 @@ class Device:
         blobs: what the result refers to, by digest.
         unpacked: the same, of updates that are not encoded yet.
         untimed_s: see `untimed`.
+        n_updates: those that were sent in this order so far (`edge_agent.encoding`).
     """
 
     id: str
@@ -224,6 +225,8 @@ class Device:
     blobs: dict[str, bytes] = field(default_factory=dict)
     unpacked: dict[str, Unpacked] = field(default_factory=dict)
     untimed_s: float = 0.0
+    n_updates: int = 0
+    _keeps: bool = False
 
     @contextmanager
     def untimed(self) -> Iterator[None]:
@@ -290,7 +293,13 @@ class Device:
         """Keep tensors on the device, for later rounds of this step and for the bundle.
 
         `shareable`: whether they learned from D_L alone, so that the owner may let them leave.
+
+        Raises:
+            FailedError: this order has kept some already, which these would replace.
         """
+        if self._keeps:
+            raise FailedError("a step keeps tensors once in an order: give all of them to one call of device.keep")
+        self._keeps = True
         kept = Kept(step=self.order.step, tensors=to_bytes(tensors), shareable=shareable)
         self.files.write(PERSONAL, msgspec.msgpack.encode(kept))
 

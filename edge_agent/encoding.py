@@ -40,8 +40,8 @@ def send_update(device: Device, update: Model, part: Layout, codec_: Codec) -> B
     """Attach an update to the device's result; returns its reference.
 
     Args:
-        device: the sender; an update that stays in the process is named after the order, since the same order gives the
-            same update.
+        device: the sender; an update that stays in the process is named by the order and its number in it, since the
+            same order gives the same updates.
         update: all tensors of the change; buffers and counters are not differences.
         part: the tensors that travel.
         codec_: of the bytes.
@@ -51,12 +51,13 @@ def send_update(device: Device, update: Model, part: Layout, codec_: Codec) -> B
         StoreError: the omitted part, or the update, cannot be stored.
     """
     room = _room.get()
+    number, device.n_updates = device.n_updates, device.n_updates + 1
     if codec_ is Codec.FLOAT32 and room is not None:
         kept = update if part == device.layout else flatten(_part(device, update, part), part)
-        return _keep(device, kept, part, room)
+        return _keep(device, kept, part, room, number)
     own = _part(device, update, part)
     if codec_ is Codec.TOP:
-        return device.send(_with_what_waited(device, flatten(own, part), part), codec_)
+        return device.send(_with_what_waited(device, flatten(own, part), part, number), codec_)
     try:
         data = codec.encode(own, codec_, {info.name for info in part.of_kind("buffer")})
     except codec.NotFiniteError as error:
@@ -69,14 +70,15 @@ def _part(device: Device, update: Model, part: Layout) -> Tensors:
     return {info.name: tensors[info.name] for info in part.tensors}
 
 
-def _keep(device: Device, update: Model, part: Layout, room: Room) -> BlobRef:
-    """Attach an update that stays in the process."""
+def _keep(device: Device, update: Model, part: Layout, room: Room, number: int) -> BlobRef:
+    """Attach an update that stays in the process, the order's `number`-th from 0."""
     norms = codec.norms_of(update)
     if not all(map(math.isfinite, norms)):
         raise ProtocolError("not-finite", "training diverged: a tensor holds NaN or infinity")
     for vector in (update.params, update.buffers, update.counters):
         vector.flags.writeable = False
-    ref = BlobRef(digest=digest_of(device.order.id.encode()), size_bytes=_float32_bytes(part), codec=Codec.FLOAT32)
+    name = f"{device.order.id}/{number}" if number else device.order.id
+    ref = BlobRef(digest=digest_of(name.encode()), size_bytes=_float32_bytes(part), codec=Codec.FLOAT32)
     device.unpacked[ref.digest] = Unpacked(room.keep(update), part, norms)
     return ref
 
@@ -89,13 +91,15 @@ class _Waiting(Struct, frozen=True, kw_only=True):
     after: bytes
 
 
-def _with_what_waited(device: Device, update: Model, part: Layout) -> bytes:
+def _with_what_waited(device: Device, update: Model, part: Layout, number: int) -> bytes:
     """An update in TOP plus what earlier ones omitted; what this one omits is kept (error feedback).
+
+    `number`: of the update in its order, from 0; each number has its own leftovers.
 
     Source: Stich et al., "Sparsified SGD with Memory", NeurIPS 2018, Algorithm 1; rounding errors are kept, too. A
     repeated order finds what it found the first time, and gives the same bytes.
     """
-    file = f"waits-{device.order.step}"
+    file = f"waits-{device.order.step}" + (f"-{number}" if number else "")
     data = device.files.read(file)
     kept = None if data is None else decoded(data, _Waiting)
     before = b"" if kept is None else kept.before if kept.order_id == device.order.id else kept.after

@@ -342,3 +342,11 @@ async def test_a_bundle_that_is_served_by_its_folder_stays(tmp_path: Path) -> No
         assert (await ask(session, "golden"))[0] == 200
     prune_bundles(tmp_path)
     assert released(tmp_path) == [3, 4, 5]
+
+
+def test_what_an_order_keeps_is_kept_once(tmp_path: Path) -> None:
+    """A second call would replace what the first has kept."""
+    own = device(tmp_path, INSTALL)
+    own.keep(part_of(INITIAL, HEAD))
+    with pytest.raises(FailedError, match="keeps tensors once in an order"):
+        own.keep(part_of(INITIAL, BASE))

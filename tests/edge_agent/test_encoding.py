@@ -89,6 +89,30 @@ def test_it_is_named_by_its_order() -> None:
     assert here(update(), number=2)[0].digest != here(update())[0].digest
 
 
+def scaled(by: float) -> Model:
+    own = update()
+    return Model(np.float32(by) * own.params, own.buffers, own.counters)
+
+
+def test_two_updates_of_one_order_are_two() -> None:
+    """As those of SCAFFOLD: the change of the model and that of the control variate."""
+    own = device()
+    with in_one_process(Room()):
+        refs = [send_update(own, scaled(by), LAYOUT, Codec.FLOAT32) for by in (1, -3)]
+    kept = [own.unpacked[ref.digest].model.params for ref in refs]
+    np.testing.assert_array_equal(kept[1], -3 * kept[0])
+
+
+def test_an_update_that_was_taken_back_gives_its_name_to_no_other() -> None:
+    own = device()
+    with in_one_process(Room()):
+        first, second = (send_update(own, scaled(by), LAYOUT, Codec.FLOAT32) for by in (1, 2))
+        own.take_back(first)
+        third = send_update(own, scaled(3), LAYOUT, Codec.FLOAT32)
+    np.testing.assert_array_equal(own.unpacked[second.digest].model.params, scaled(2).params)
+    np.testing.assert_array_equal(own.unpacked[third.digest].model.params, scaled(3).params)
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_number_that_is_not_finite_goes_nowhere(bad: float) -> None:
     for vector in ("params", "buffers"):
@@ -140,6 +164,19 @@ def test_orders_of_one_round_go_on_from_each_other(tmp_path: Path) -> None:
     assert sent(tmp_path / "a", 1, update(), "train-4")[0] == in_one_round[-1], "done again"
     (folder,) = (tmp_path / "a").rglob("waits-*")
     assert len(list(folder.iterdir())) == 1
+
+
+def test_two_updates_of_one_order_leave_out_for_themselves(tmp_path: Path) -> None:
+    def both(number: int) -> list[bytes]:
+        own = Worker("d", TASK, device_data(), tmp_path / "both").device(
+            order(DescribeLabels(), number, task=TASK, label="step"), Blobs()
+        )
+        return [own.blobs[send_update(own, scaled(by), LAYOUT, Codec.TOP).digest] for by in (1, -3)]
+
+    for number in range(1, 6):
+        alone = [sent(tmp_path / f"{by}", number, scaled(by))[0] for by in (1, -3)]
+        assert both(number) == alone
+        assert both(number) == alone, "done again"
 
 
 def test_an_update_in_top_that_diverged_is_not_sent(tmp_path: Path) -> None:
