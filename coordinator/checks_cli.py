@@ -13,7 +13,7 @@ from msgspec import Meta, Struct
 from coordinator import samples
 from coordinator.checks import Examined, examine, without_profile
 from coordinator.options import method_and_options, method_options, resolve_options
-from fedge.config import resolve, settings_options
+from fedge.config import CODE, resolve, settings_options
 from fedge.errors import ConfigError
 from fedge.task import TaskSpec
 from fedge.text import printable
@@ -26,12 +26,12 @@ MANY: Final = 2000
 class CheckSettings(Struct, frozen=True, kw_only=True):
     """Section [check] of the configuration."""
 
-    task: Annotated[str, "As of `fedge simulate` and `fedge coordinator`; also a .json."]
+    task: Annotated[str, CODE, "As of `fedge simulate` and `fedge coordinator`; also a .json."]
     data: Annotated[Path | None, "Samples, as a simulation or a device would read them."] = None
     model: ModelName = None
     weights: Weights = None
     adapt: Adapt = None
-    method: Annotated[str, "Some methods ask more of a network than others."] = "fedge"
+    method: Annotated[str, CODE, "Some methods ask more of a network than others."] = "fedge"
     ram_gb: Annotated[
         Annotated[float, Meta(gt=0)] | None,
         "Memory that is free on your devices; by default usual boards are compared.",

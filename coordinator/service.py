@@ -46,7 +46,7 @@ from coordinator.tracking import MLflow, TensorBoard
 from coordinator.watch import read_summary
 from fedge import weights
 from fedge.codec import encode
-from fedge.config import Duration, Name, Secret
+from fedge.config import CODE, Duration, Name, Secret
 from fedge.credentials import Credentials
 from fedge.errors import ConfigError, StoreError
 from fedge.files import write_atomically
@@ -105,7 +105,7 @@ class CoordinatorSettings(Credentials, frozen=True, kw_only=True):
         Literal["all", "intake", "blobs"],
         "intake, blobs: one more process beside a coordinator, with the same settings.",
     ] = "all"
-    method: Annotated[str, f"{METHOD_NAMES}; NAME+ft: fine-tuned at the end."] = "fedge"
+    method: Annotated[str, CODE, f"{METHOD_NAMES}; NAME+ft: fine-tuned at the end."] = "fedge"
     server_data: Annotated[
         Path | None, "Labelled samples of the server, for fedcoe and fedepc: an .npz or a folder of images."
     ] = None

@@ -19,6 +19,7 @@ from fedge.errors import ConfigError, failing_as
 from fedge.files import write_atomically
 from fedge.identity import subject_of
 from fedge.kit import MAX_BYTES, Kit, unseal
+from fedge.loading import code_in
 
 FOLDER: Final = Path("/etc/fedge")
 HOME: Final = Path("/var/lib/fedge")
@@ -80,8 +81,11 @@ def enrol(
         take(found, folder / IDENTITY)
     config = configure(found, folder, data, task)
     missing = {"task", "data"} - section_of(config, "agent").keys()
-    started = folder == FOLDER and service.RUNNING.exists() and not missing and start(folder)
-    how = "the agent runs: journalctl -u fedge-agent" if started else f"now: fedge agent --config {config}"
+    command = f"agent --config {config}"
+    if code := code_in(task or ""):  # a file may name it only if the command line allows it
+        command += f" --allow {','.join(code)}"
+    started = folder == FOLDER and service.RUNNING.exists() and not missing and start(folder, command)
+    how = "the agent runs: journalctl -u fedge-agent" if started else f"now: fedge {command}"
     how = f"write {' and '.join(sorted(missing))} into {config}" if missing else how
     told = {"id": found.id, "federation": found.federation, "config": str(config), "started": started}
     return _tell(f"this is {found.id} of {found.federation}; {how}", told, as_json)
@@ -171,15 +175,17 @@ def configure(kit: Kit, folder: Path, data: Path | None, task: str | None) -> Pa
     return file
 
 
-def start(folder: Path) -> bool:
+def start(folder: Path, command: str) -> bool:
     """Install agent and runtime as services and start the agent; the runtime has no bundle to serve yet.
+
+    `command`: of the agent, after "fedge".
 
     Raises:
         ConfigError, StoreError: it cannot be set up.
     """
     identity = folder / IDENTITY
     service.give(identity, service.make_user())
-    unit = service.unit("agent", service.AGENT, f"agent --config {folder / CONFIG}", "agent", identity)
+    unit = service.unit("agent", service.AGENT, command, "agent", identity)
     service.write_public(service.UNITS / "fedge-agent.service", unit)
     runtime = service.unit("runtime", service.RUNTIME, f"serve --home {HOME}", "serve")
     service.write_public(service.UNITS / "fedge-serve.service", runtime)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from fedge.config import Duration, Name, Seconds
+from fedge.config import CODE, Duration, Name, Seconds
 from fedge.credentials import Credentials, KeepAlive
 from fedge.egress import RulesFile
 from fedge.processor import Processor, TrainOn
@@ -55,7 +55,9 @@ class AgentSettings(Credentials, frozen=True, kw_only=True):
         "How long the training process waits for the next order before it frees its memory; "
         "default: 60 s, or 0 if less than 0.5 GB is free.",
     ] = None
-    steps: Annotated[str, "Your own steps besides the installed ones, package.module:Class, comma-separated."] = ""
+    steps: Annotated[str, CODE, "Your own steps besides the installed ones, package.module:Class, comma-separated."] = (
+        ""
+    )
     allow: Allow = ""
     keepalive_s: KeepAlive = 30
 

@@ -28,6 +28,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from fedge.errors import ConfigError
+from fedge.loading import code_in, require_allowed
 from fedge.text import nearest
 
 S = TypeVar("S", bound=Struct)
@@ -48,6 +49,8 @@ Name = Annotated[
     Meta(pattern=NAME, extra={"words": "1 to 63 letters, digits, dots, dashes, underscores, the first no sign"}),
 ]
 """Of a federation, a device or a model: part of topics, folders and addresses."""
+CODE: Final = Meta(extra={"code": "yes"})
+"""Of a setting that may name code, package.module:name. A file may do so only if the command line allows that code."""
 AtLeastOne = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(ge=0, extra={"unit": "s"})]
 Duration = Annotated[float, Meta(gt=0, extra={"unit": "s"})]
@@ -75,6 +78,7 @@ class Setting:
     unit: str
     words: str  # what a value must look like, in words rather than a regular expression
     default: object  # msgspec.NODEFAULT: must be given
+    code: bool  # whether it may name code (`CODE`)
 
     @property
     def flag(self) -> str:
@@ -125,12 +129,15 @@ def resolve(settings: type[S], section: str, config_file: Path | None, flags: Ma
 
     Raises:
         ConfigError: the file cannot be read, a key is unknown (the nearest right one is named), a value has the wrong
-            type or range, or a setting without default is missing.
+            type or range, a setting without default is missing, or the file names code that neither a flag nor the
+            environment names.
     """
     known = {setting.name: setting for setting in describe(settings, section)}
     from_file = section_of(config_file, section)
     _refuse_unknown(from_file, known, f"[{section}] of {config_file}")
     variables = _environment_of(section, known)
+    by_owner = variables | {name: value for name, value in flags.items() if value is not None}
+    trusted = {path for name, setting in known.items() if setting.code for path in code_in(str(by_owner.get(name, "")))}
     values: dict[str, object] = {}
     for name, setting in known.items():
         if flags.get(name) is not None:
@@ -138,7 +145,10 @@ def resolve(settings: type[S], section: str, config_file: Path | None, flags: Ma
         elif name in variables:
             values[name] = _convert(setting, variables[name], setting.environment, strict=False)
         elif name in from_file:
-            values[name] = _convert(setting, from_file[name], f"{name} in [{section}] of {config_file}")
+            source = f"{name} in [{section}] of {config_file}"
+            values[name] = _convert(setting, from_file[name], source)
+            if setting.code:
+                require_allowed(source, code_in(str(from_file[name])), trusted, setting.flag)
         elif setting.default is msgspec.NODEFAULT:
             raise ConfigError(
                 f"{name} is missing: give {setting.flag}, set {setting.environment}, or write it into [{section}] of "
@@ -187,7 +197,7 @@ def _setting(field: msgspec.structs.FieldInfo, hint: Any, section: str) -> Setti
     extra = {name: text for each in found if isinstance(each, Meta) for name, text in (each.extra or {}).items()}
     default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
     told = extra.get("unit", ""), extra.get("words", "")
-    return Setting(field.name, section, hint, _base(hint), help_text, *told, default)
+    return Setting(field.name, section, hint, _base(hint), help_text, *told, default, "code" in extra)
 
 
 def metas_of(hint: Any) -> list[Any]:

@@ -1,9 +1,10 @@
-"""User-defined objects: named in the configuration as `package.module:name`, or passed in Python."""
+"""User-defined objects: named on the command line as `package.module:name`, or passed in Python."""
 
 from __future__ import annotations
 
 import importlib
 import itertools
+from collections.abc import Container, Iterable
 from types import ModuleType
 from typing import Any, Final
 from weakref import WeakValueDictionary
@@ -13,16 +14,52 @@ from fedge.errors import ConfigError
 HERE: Final = "here"
 """Stands for a module in the names of objects that this process alone has, such as a class of a notebook."""
 
+FINE_TUNED: Final = "+ft"
+"""Follows the name of a method that is fine-tuned at the end."""
+
 OURS: Final = frozenset({"fedge", "edge_agent", "coordinator", "export", "deploy"})
 
 _held: WeakValueDictionary[str, Any] = WeakValueDictionary()
 _numbers = itertools.count(1)
 
 
+def names_code(path: str) -> bool:
+    """Whether a text is `package.module:name`, the only form in which code of the user's is named."""
+    module, colon, name = path.partition(":")
+    return bool(colon) and name.isidentifier() and all(part.isidentifier() for part in module.split("."))
+
+
+def code_in(text: str) -> tuple[str, ...]:
+    """The code that a setting names: several with commas, a method with its options after a colon or +ft."""
+    paths = (":".join(part.strip().split(":")[:2]).removesuffix(FINE_TUNED) for part in text.split(","))
+    return tuple(dict.fromkeys(path for path in paths if names_code(path)))
+
+
+def require_allowed(source: str, code: Iterable[str], allow: Container[str], how: str) -> None:
+    """Refuse code that a file names unless the owner of this machine allows exactly that code.
+
+    Args:
+        source: the file, for the error.
+        code: what it names, each `package.module:name`.
+        allow: what the owner names, on the command line or in the environment.
+        how: the option that allows it, for example --allow.
+
+    Raises:
+        ConfigError: some of it is not allowed.
+    """
+    code = list(code)
+    if foreign := [path for path in code if path not in allow]:
+        raise ConfigError(
+            f"{source} names code that would be run here: {', '.join(foreign)}; if you know and trust it, say so on "
+            f"the command line: {how} {','.join(code)}"
+        )
+
+
 def load_object(path: str) -> Any:
     """Load the object at `package.module:name`, such as a task class or a network factory, or one named by `hold`.
 
-    The path comes from this machine's configuration, never from the network or a foreign file.
+    The path comes from this machine's command line or environment, never from the network, and from a file only if
+    the command line allows it (`require_allowed`).
 
     Raises:
         ConfigError: no such module or name, or the module's import fails.
@@ -34,13 +71,13 @@ def load_object(path: str) -> Any:
             f"{path} was made in another Python process: write it into a file and name it package.module:name"
         )
     module_name, _, name = path.partition(":")
+    advice = "write package.module:name, of a package that is installed here or lies in a folder of PYTHONPATH"
+    if not names_code(path):
+        raise ConfigError(f"cannot load {path}: {advice}")
     try:
         return getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            f"cannot load {path}: {error}; write package.module:name, of a package that is installed here or lies in a "
-            "folder of PYTHONPATH"
-        ) from error
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"cannot load {path}: {error}; {advice}") from error
     except Exception as error:
         raise ConfigError(f"cannot load {path}: {module_name} fails with {type(error).__name__}: {error}") from error
 

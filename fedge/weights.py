@@ -15,6 +15,7 @@ from typing import Annotated, Final
 
 import msgspec
 
+from fedge.config import CODE
 from fedge.errors import ConfigError, StoreError, failing_as
 from fedge.files import cache_folder, write_atomically
 from fedge.messages import BlobRef
@@ -34,11 +35,16 @@ _whole: set[Path] = set()  # files that this process has verified
 
 TaskName = Annotated[
     str,
+    CODE,
     "digits, mnist, fashion-mnist, uci-har, spoken-digits, image-folder, arrays, a .json, a table's"
     " schema (.toml) or package.module:Class.",
 ]
-Allow = Annotated[str, "Code that the .json of a task may name, package.module:name, comma-separated."]
-ModelName = Annotated[str | None, "Network: mlp, cnn, ... or package.module:factory; by default the task's."]
+Allow = Annotated[
+    str,
+    CODE,
+    "Code that the configuration and the .json of a task may name, package.module:name, comma-separated.",
+]
+ModelName = Annotated[str | None, CODE, "Network: mlp, cnn, ... or package.module:factory; by default the task's."]
 Weights = Annotated[
     Path | None, "Weights that the network begins with, a .safetensors file that fits by names and shapes."
 ]

@@ -31,7 +31,7 @@ from coordinator.protection import Guard, Protection, without_noise
 from coordinator.protection import check as check_protection
 from coordinator.selection import Selection
 from fedge.errors import ConfigError, failing_as
-from fedge.loading import load_object
+from fedge.loading import FINE_TUNED, load_object
 from fedge.masking import Sums
 from fedge.messages import BlobRef, Codec, Share, blobs_of
 from fedge.processor import Processor
@@ -326,7 +326,6 @@ UNACCOUNTED: Final[Mapping[str, str]] = {
     "fastest": "it needs how long each training took (seconds of the report), which depends on samples; use uniform",
 }
 """Selections that need what differential privacy withholds, and why."""
-FINE_TUNED: Final = "+ft"
 GROUP: Final = "fedge.methods"
 """Entry points of installed packages, ours among them, that name a `Method` each."""
 

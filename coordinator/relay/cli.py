@@ -15,7 +15,7 @@ from coordinator.fleet.relayed import STEPS
 from coordinator.relay.site import Site
 from edge_agent.agent import Agent, Identity
 from fedge.background import STOP_S, on_signal
-from fedge.config import Name, resolve, settings_options
+from fedge.config import CODE, Name, resolve, settings_options
 from fedge.credentials import Credentials
 from fedge.logs import bind
 from fedge.stopping import INTERRUPTED
@@ -32,7 +32,7 @@ class RelaySettings(Credentials, frozen=True, kw_only=True):
     federation: Annotated[Name, "Name of the federation above."]
     id: Annotated[Name, "Name of the site; its devices are called ID.DEVICE above."]
     home: Annotated[Path, "Folder of the durable state. One relay each."]
-    task: Annotated[str, "As that of the coordinator: a name, or its task.json."]
+    task: Annotated[str, CODE, "As that of the coordinator: a name, or its task.json."]
     allow: Allow = ""
     site_broker: Annotated[str, "MQTT broker of the site, HOST:PORT."]
     site_federation: Annotated[Name, "Name of the federation that the site's devices take part in."]

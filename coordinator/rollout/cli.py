@@ -24,6 +24,7 @@ from fedge.background import until_stopped
 from fedge.config import Name, Seconds, resolve, settings_options
 from fedge.credentials import Credentials
 from fedge.errors import ConfigError, failing_as
+from fedge.loading import code_in
 from fedge.messages import RolloutState, Share
 from fedge.stopping import INTERRUPTED
 from fedge.text import printable
@@ -68,8 +69,9 @@ def rollout() -> None:
 @_repo
 @HOME
 @STORE
+@click.option("--allow", default="", help="Code of yours that the run names, package.module:name, comma-separated.")
 @_json
-def make(repo: Path, home: Path, store: str | None, *, as_json: bool) -> None:
+def make(repo: Path, home: Path, store: str | None, allow: str, *, as_json: bool) -> None:
     """Release a federation's shared model for all devices, as a signed bundle with the next number.
 
     The number is higher than those of all releases in REPO and of all bundles that devices have reported. The
@@ -79,10 +81,10 @@ def make(repo: Path, home: Path, store: str | None, *, as_json: bool) -> None:
     Examples:
       fedge rollout make releases --home shop
 
-    Exit codes: 0 done, 2 no repository, no coordinator's folder, nothing learned together yet or a key is missing, 4
-    the store cannot be read or the release cannot be written.
+    Exit codes: 0 done, 2 no repository, no coordinator's folder, nothing learned together yet, a key is missing, or the
+    run names code that is not allowed, 4 the store cannot be read or the release cannot be written.
     """
-    target = make_release(repo, home, store)
+    target = make_release(repo, home, store, code_in(allow))
     click.echo(json.dumps({"repo": str(repo), "target": target}) if as_json else target)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Container
 from contextlib import closing
 from pathlib import Path
 
@@ -18,28 +19,36 @@ from export.signing import Repository
 from fedge import codec, weights
 from fedge.errors import MALFORMED, ConfigError, StoreError, failing_as
 from fedge.files import write_atomically
+from fedge.loading import code_in, require_allowed
 from fedge.messages import BlobRef
 from fedge.task import TaskSpec
 from fedge.tensors import Layout, Model
 from fedge.weights import needed_on_devices
 
 
-def make_release(repo: Path, home: Path, store: str | None) -> str:
+def make_release(repo: Path, home: Path, store: str | None, allow: Container[str] = ()) -> str:
     """Sign a bundle of a federation's model for any device.
 
     Its number is higher than all releases there and all bundles that devices have reported.
+
+    Args:
+        repo: the signed repository.
+        home: the coordinator's.
+        store: address of its store, if that is not in the home.
+        allow: the code, package.module:name, that the home may name as its method, task or network; it may be a copy
+            from elsewhere.
 
     Returns:
         The path of the target, such as "8/manifest.json".
 
     Raises:
-        ConfigError: no repository or no coordinator's home, nothing learned together yet, or the method needs more than
-            the home has.
+        ConfigError: no repository or no coordinator's home, nothing learned together yet, the method needs more than
+            the home has, or the home names code that is not allowed.
         StoreError: the disk is full or broken.
     """
     repository, summary = Repository(repo), read_summary(home)
     with closing(opened(home, store)) as tables, undeleted(home):
-        task, layout, model = _learned(tables)
+        task, layout, model = _learned(tables, allow)
     known = [*repository.releases(), *(device["release"] or 0 for device in summary["fleet"].values())]
     files = bundle_in_subprocess(task, layout, model, release=1 + max(known, default=0), method=summary["method"])
     with tempfile.TemporaryDirectory(prefix="fedge-release-") as folder:
@@ -48,7 +57,7 @@ def make_release(repo: Path, home: Path, store: str | None) -> str:
         return repository.add(Path(folder))
 
 
-def _learned(store: Store) -> tuple[TaskSpec, Layout, Model]:
+def _learned(store: Store, allow: Container[str]) -> tuple[TaskSpec, Layout, Model]:
     """The task, and the model for any device after the last finished round."""
     identity, start, saved = store.recall("identity"), store.recall("start"), store.state()
     if identity is None or start is None or saved is None:
@@ -58,6 +67,7 @@ def _learned(store: Store) -> tuple[TaskSpec, Layout, Model]:
         task = msgspec.json.decode((store.home / "task.json").read_bytes(), type=TaskSpec)
     if task.fingerprint() != fingerprint:  # it may name code
         raise ConfigError(f"{store.home / 'task.json'} is not the task of this federation any more")
+    require_allowed(f"the run in {store.home}", (*code_in(name), *task.code), allow, "--allow")
     if (frozen := needed_on_devices(task)) is not None:
         weights.keep(store.blobs.get(frozen.digest))
     method = make(name, MethodSettings(rounds=rounds, seed=seed, options=options), Server(task))

@@ -13,7 +13,7 @@ from msgspec import Meta
 from coordinator import methods, protection
 from coordinator.methods import DEFAULT, MethodSettings, Option, settings_of
 from coordinator.tracking import MLflow, TensorBoard
-from fedge.config import AtLeastOne, Duration
+from fedge.config import CODE, AtLeastOne, Duration
 from fedge.messages import Share
 from fedge.processor import Processor, TrainOn
 from fedge.tasks.partition import How, Partitioning
@@ -97,7 +97,7 @@ class Running(Scenario, frozen=True, kw_only=True):
 class SimulationSettings(Running, frozen=True, kw_only=True):
     """Section [simulate] of the configuration."""
 
-    method: Annotated[str, "A registered method; NAME+ft: fine-tuned at the end."] = "fedge"
+    method: Annotated[str, CODE, "A registered method; NAME+ft: fine-tuned at the end."] = "fedge"
     seed: Annotated[int, Meta(ge=0), "Of partition, first model and training."] = 0
     target: Annotated[
         Annotated[float, Meta(gt=0, le=1)] | None, "Target accuracy; the report says what reaching it cost."
@@ -110,11 +110,11 @@ class SimulationSettings(Running, frozen=True, kw_only=True):
 class CompareSettings(Running, frozen=True, kw_only=True):
     """Section [compare] of the configuration."""
 
-    methods: Annotated[str, "Methods, with commas; options of a method after colons: fedepc:clustering=k-means."] = (
-        "local,fedavg,fedavg+ft,fedge"
-    )
+    methods: Annotated[
+        str, CODE, "Methods, with commas; options of a method after colons: fedepc:clustering=k-means."
+    ] = "local,fedavg,fedavg+ft,fedge"
     seeds: Annotated[str, "Seeds, with commas."] = "0,1,2"
-    baseline: Annotated[str | None, "Whom the others are compared with; default: the first."] = None
+    baseline: Annotated[str | None, CODE, "Whom the others are compared with; default: the first."] = None
     target: Annotated[
         Annotated[float, Meta(gt=0, le=1)] | None,
         "Target accuracy; the report says what reaching it cost. Default: 95 % of the best mean.",
@@ -126,7 +126,7 @@ class CompareSettings(Running, frozen=True, kw_only=True):
 class TuneSettings(Scenario, frozen=True, kw_only=True):
     """Section [tune] of the configuration."""
 
-    method: Annotated[str, "A registered method; its options after colons stay as they are."] = "fedge"
+    method: Annotated[str, CODE, "A registered method; its options after colons stay as they are."] = "fedge"
     trials: Annotated[int, Meta(ge=2), "Configurations that are tried, the first one as it is."] = 20
     seed: Annotated[int, Meta(ge=0), "Of partition, first model, training and search."] = 0
     ray_address: RayAddress = None
@@ -147,7 +147,7 @@ class DemoSettings(Setup, frozen=True, kw_only=True):
     sensitive: Annotated[Share, "Share of training samples that no upload may learn from."] = 0.3
     rounds: Annotated[int, Meta(ge=1), "Rounds of training."] = 30
     participation: methods.Participation = 0.75
-    method: Annotated[str, "A registered method; NAME+ft: fine-tuned at the end."] = "fedge"
+    method: Annotated[str, CODE, "A registered method; NAME+ft: fine-tuned at the end."] = "fedge"
     broker: Annotated[str, "auto, mosquitto or amqtt: a local one; HOST:PORT: yours."] = "auto"
     secure: Annotated[bool, "A certificate for each, by `fedge provision` and `fedge enrol`; needs Mosquitto."] = False
     seed: Annotated[int, Meta(ge=0), "Of partition, first model and training."] = 0

@@ -15,7 +15,7 @@ from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
 from fedge import preprocess
-from fedge.config import AtLeastOne
+from fedge.config import CODE, AtLeastOne
 from fedge.errors import ConfigError
 from fedge.task import TEST, TRAIN, VALIDATION, TaskSpec
 from fedge.tasks import partitioners
@@ -40,6 +40,7 @@ class Partitioning(Struct, frozen=True, kw_only=True):
 
     task: Annotated[
         str,
+        CODE,
         "digits, mnist, fashion-mnist, uci-har, spoken-digits, image-folder, arrays, a table's"
         " schema (.toml) or package.module:Class.",
     ] = "digits"

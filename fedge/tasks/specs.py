@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from fedge import images
 from fedge.errors import MALFORMED, ConfigError, failing_as
 from fedge.files import write_atomically
+from fedge.loading import require_allowed
 from fedge.table import read_schema
 from fedge.task import Preprocessing, TaskSpec
 from fedge.tasks import arrays
@@ -107,11 +108,7 @@ def write_task(task: TaskSpec, path: Path) -> None:
 def _read(path: Path, allow: Container[str]) -> TaskSpec:
     with failing_as(ConfigError, f"{path} is not a task", on=(OSError, *MALFORMED)):
         task = msgspec.json.decode(path.read_bytes(), type=TaskSpec)
-    if foreign := [code for code in task.code if code not in allow]:
-        raise ConfigError(
-            f"{path} names code that would be run here: {', '.join(foreign)}; if you know and trust it, say so with "
-            f"--allow {','.join(task.code)}"
-        )
+    require_allowed(str(path), task.code, allow, "--allow")
     return task
 
 

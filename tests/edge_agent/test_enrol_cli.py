@@ -12,6 +12,7 @@ from edge_agent.settings import AgentSettings
 from fedge.certificates import device_subject, load_certificate, load_key, new_key
 from fedge.cli import main
 from fedge.config import resolve
+from fedge.errors import ConfigError
 from fedge.identity import Role, Subject, subject_of
 from fedge.task import TaskSpec
 from fedge.tasks import task_spec
@@ -73,6 +74,19 @@ def test_the_owners_configuration_stays_and_a_kit_may_be_used_again(authority: A
     assert main(["enrol", str(file), "--folder", "d", "--data", "others"]) == 0
     found = resolve(AgentSettings, "agent", config, {})
     assert (found.max_temperature_c, found.data) == (70.0, tmp_path / "photos")
+
+
+def test_a_task_of_ones_own_is_allowed_where_it_was_named(
+    authority: Authority, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "photos").mkdir()
+    file = kit(authority, "cam1")
+    assert main(["enrol", str(file), "--folder", "d", "--data", "photos", "--task", "my_task:MyTask"]) == 0
+    assert "now: fedge agent --config d/agent.toml --allow my_task:MyTask\n" in capsys.readouterr().out
+    config = tmp_path / "d" / "agent.toml"
+    assert resolve(AgentSettings, "agent", config, {"allow": "my_task:MyTask"}).task == "my_task:MyTask"
+    with pytest.raises(ConfigError, match="names code that would be run here: my_task:MyTask"):
+        resolve(AgentSettings, "agent", config, {})
 
 
 def test_what_the_agent_lacks_is_said(authority: Authority, capsys: pytest.CaptureFixture[str]) -> None:

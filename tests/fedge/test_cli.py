@@ -324,3 +324,54 @@ def test_examples_keep_their_lines_in_the_help(words: list[str], capsys: pytest.
     examples = [line for line in lines if line.startswith("    fedge ")]
     assert len(examples) >= 3
     assert "\b" not in said[0]
+
+
+CODE = {
+    "agent": ("task", "steps", "allow"),
+    "check": ("task", "model", "method", "allow"),
+    "compare": ("task", "model", "methods", "baseline"),
+    "coordinator": ("task", "model", "method", "allow"),
+    "demo": ("task", "model", "method"),
+    "relay": ("task", "allow"),
+    "sample": ("task", "model"),
+    "simulate": ("task", "model", "method"),
+    "tune": ("task", "model", "method"),
+}
+"""Settings that may name code, by command."""
+REQUIRED = ("broker", "federation", "id", "home", "data", "task", "site_broker", "site_federation")
+
+
+def flags_of(name: str) -> dict[str, str]:
+    """The settings of a command, with their help."""
+    command = cli.command.get_command(click.Context(cli.command), name)
+    assert command is not None
+    return {each.name or "": each.help or "" for each in command.params if isinstance(each, click.Option)}
+
+
+@pytest.mark.parametrize(("name", "setting"), [(name, each) for name, settings in CODE.items() for each in settings])
+def test_code_that_a_file_names_is_not_even_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, setting: str
+) -> None:
+    (tmp_path / "of_a_stranger.py").write_text("def run(*_): raise AssertionError('it ran')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    needed = dict.fromkeys(flags_of(name).keys() & set(REQUIRED), "a") | {setting: "of_a_stranger:run"}
+    lines = [f'{each} = "{value}"' for each, value in needed.items()]
+    (file := tmp_path / "settings.toml").write_text("\n".join([f"[{name}]", *lines]))
+    assert cli.main([name, "--config", str(file)]) == errors.ConfigError.exit_code
+    assert (
+        f"{setting} in [{name}] of {file} names code that would be run here: of_a_stranger:run; if you know and trust "
+        f"it, say so on the command line: --{setting} of_a_stranger:run\n"
+    ) in capsys.readouterr().err
+    assert "of_a_stranger" not in sys.modules
+
+
+def test_no_command_has_another_setting_that_names_code() -> None:
+    named = {}
+    for name in cli.COMMANDS:
+        words = {
+            each: text for each, text in flags_of(name).items() if "[env: FEDGE_" in text or "; env: FEDGE_" in text
+        }
+        said = {each for each, text in words.items() if "package.module" in text}
+        if found := said | words.keys() & {"task", "model", "method", "methods", "baseline", "steps", "allow"}:
+            named[name] = found
+    assert named == {name: set(settings) for name, settings in CODE.items()}

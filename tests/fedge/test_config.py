@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 from msgspec import Meta, Struct
 
-from fedge.config import SECTIONS, Name, Secret, describe, given, resolve, section_of, settings_options
+from fedge.config import CODE, SECTIONS, Name, Secret, describe, given, resolve, section_of, settings_options
 from fedge.errors import ConfigError
 from fedge.text import nearest
 
@@ -80,6 +80,31 @@ def test_unknown_keys_name_the_nearest_right_one(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("FEDGE_COORDINATOR_DEADLINE", "3")
     with pytest.raises(ConfigError, match=r"did you mean FEDGE_COORDINATOR_DEADLINE_S\?"):
         resolved(broker="x")
+
+
+class Own(Struct, frozen=True, kw_only=True):
+    task: Annotated[str, CODE, "What is learned."] = "digits"
+    steps: Annotated[str, CODE, "Of one's own."] = ""
+    allow: Annotated[str, CODE, "What files may name."] = ""
+
+
+def test_code_in_a_file_is_for_the_command_line_to_allow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(content: str, **flags: object) -> Own:
+        (tmp_path / "fedge.toml").write_text(f"[agent]\n{content}")
+        return resolve(Own, "agent", tmp_path / "fedge.toml", flags)
+
+    told = r"steps in \[agent\] of .*fedge\.toml names code that would be run here: b:D; .* --steps a:C,b:D$"
+    with pytest.raises(ConfigError, match=told):
+        found('steps = "a:C,b:D"', allow="a:C")
+    with pytest.raises(ConfigError, match=r"--steps a:C$"):
+        found('allow = "a:C"\nsteps = "a:C"')
+    assert found('task = "mnist"').task == "mnist"
+    assert found('steps = "a:C,b:D"', allow="a:C,b:D").steps == "a:C,b:D"
+    assert found('task = "a:C"', task="b:D").task == "b:D"
+    monkeypatch.setenv("FEDGE_AGENT_ALLOW", "a:C")
+    assert found('task = "a:C"').task == "a:C"
+    monkeypatch.setenv("FEDGE_AGENT_TASK", "c:E")
+    assert found('task = "b:D"').task == "c:E"
 
 
 def test_other_roles_variables_and_sections_are_theirs(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:

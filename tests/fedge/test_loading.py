@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from fedge.errors import ConfigError
-from fedge.loading import hold, is_held, load_object, load_role, needs
+from fedge.loading import code_in, hold, is_held, load_object, load_role, needs
 
 
 def test_loads_what_a_path_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,3 +63,28 @@ def test_what_a_role_lacks_is_said_with_its_extra() -> None:
     assert load_role("fedge.errors", "x", "y").ConfigError is ConfigError
     with pytest.raises(ConfigError, match=r"x needs the package no_such_package: .*\[y\]"):
         load_role("no_such_package", "x", "y")
+
+
+@pytest.mark.parametrize(
+    ("setting", "code"),
+    [
+        ("fedge", ()),
+        ("task.json", ()),
+        ("fedepc:clustering=k-means", ()),
+        ("os:abort", ("os:abort",)),
+        ("a.b:C+ft", ("a.b:C",)),
+        ("fedavg, a.b:C:option=1,a.b:C+ft:option=2 , c:D", ("a.b:C", "c:D")),
+        ("a:b.c", ()),
+        ("a b:c", ()),
+    ],
+)
+def test_code_that_a_setting_names(setting: str, code: tuple[str, ...]) -> None:
+    assert code_in(setting) == code
+
+
+@pytest.mark.parametrize("path", ["my_canary:x=1", "my_canary:a.b", "my_canary:", "my_canary", "my_canary:x:y"])
+def test_what_is_no_path_imports_nothing(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_canary.py").write_text("raise AssertionError\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=r"write package\.module:name"):
+        load_object(path)

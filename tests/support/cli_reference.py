@@ -15,7 +15,8 @@ HEAD = """# The commands
 Made from the commands themselves by `python -m tests.support.cli_reference`; a test checks that it is up to date.
 
 Settings come from a TOML file (`--config`, one section for each command), from environment variables and from flags;
-flags win over the environment, the environment over the file. An unknown key is an error that names the nearest right
+flags win over the environment, the environment over the file. Code of your own, package.module:name, is named by a flag
+or the environment; a file may repeat it. An unknown key is an error that names the nearest right
 one. Log lines go to standard error (`fedge --log-level warning COMMAND` for fewer, `--log-format json` for programs),
 results to standard output.
 

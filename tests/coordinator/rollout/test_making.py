@@ -57,6 +57,24 @@ def test_it_is_the_model_of_the_coordinator_with_a_number_above_all(
     assert deploy.load(bundle).predict(x).probabilities.shape == (3, 3)
 
 
+@pytest.mark.parametrize("code", ["method", "task", "model"])
+def test_code_that_the_home_names_is_not_run_unless_its_owner_allows_it(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], code: str
+) -> None:
+    Repository.create(tmp_path / "repo")
+    with contextlib.closing(Store(home)) as store:
+        federation, method, _, *rest = json.loads(store.recall("identity") or "")
+        changes = {"task": {"name": "os:abort"}, "model": {"model": "os:abort"}}.get(code, {})
+        task = msgspec.structs.replace(TASK, **changes)
+        (home / "task.json").write_bytes(msgspec.json.encode(task))
+        method = "os:abort+ft" if code == "method" else method
+        identity = json.dumps([federation, method, task.fingerprint(), *rest])
+        store.keep("identity", identity)
+    assert main(["rollout", "make", str(tmp_path / "repo"), "--home", str(home)]) == 2
+    told = f"the run in {home} names code that would be run here: os:abort; if you know and trust it, say so on the "
+    assert f"{told}command line: --allow os:abort\n" in capsys.readouterr().err
+
+
 def test_a_home_without_a_round_has_nothing_to_release(home: Path, tmp_path: Path) -> None:
     Repository.create(tmp_path / "repo")
     with contextlib.closing(Store(home)) as store:
