@@ -20,7 +20,7 @@ import msgspec
 
 from coordinator.blobs import blobs_in
 from coordinator.database import Database, database, failures
-from coordinator.store import ISSUE, migrate, undeleted
+from coordinator.store import AT_BROKER, ISSUE, migrate, undeleted
 from coordinator.watch import read_summary
 from coordinator.watch_cli import HOME, JSON, STORE
 from fedge.errors import ConfigError, StoreError
@@ -131,14 +131,16 @@ def _copy_files(source: Path, target: Path, bucket: str | None = None) -> int:
 
 
 def _reissue(db: Database) -> None:
-    """Give open and future orders new ids.
+    """Give open and future orders new ids, and the processes other names at the broker.
 
     Devices never repeat an acknowledged order, and some may have been acknowledged since the backup: with their old ids
-    the coordinator would wait in vain. Seeds do not depend on ids, so the same work has the same result.
+    the coordinator would wait in vain. Seeds do not depend on ids, so the same work has the same result. An old
+    coordinator that still runs would share the reports under the old names.
     """
     issue = f"-{uuid.uuid4().hex[:8]}"
     db.begin()
     db.execute("INSERT INTO meta VALUES ($1, $2) ON CONFLICT (name) DO UPDATE SET value = excluded.value", ISSUE, issue)
+    db.execute("DELETE FROM meta WHERE name = $1", AT_BROKER)
     for old, body in db.execute("SELECT id, body FROM orders WHERE status = 'open'"):
         order = msgspec.msgpack.decode(body, type=Order)
         new = f"{order.run}{issue}.{order.round}.{order.label}.{order.device_id}"

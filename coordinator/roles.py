@@ -111,8 +111,9 @@ class Process:
         self._store = store
         self._topics = Topics(federation)
         self._signed, self._members = signing(broker, federation, home, role)
+        self._secret = store.at_broker()
         if role is Role.COORDINATOR:
-            self._transport = Transport(broker, self._topics.client_id("coordinator"))
+            self._transport = Transport(broker, self._topics.client_id("coordinator", self._secret))
         else:  # without a session: the broker would keep a killed helper's messages for an hour
             name = self._topics.client_id("intake", uuid.uuid4().hex)
             self._transport = Transport(broker, name, session_expiry_s=0)
@@ -239,7 +240,7 @@ class Intake(Process):
             await self._until_failure()
 
     async def _listen(self) -> None:
-        reports = self._topics.shared(INTAKES, self._topics.agent("+", "reports"))
+        reports = self._topics.shared(INTAKES, self._secret, self._topics.agent("+", "reports"))
         await self._transport.subscribe(reports, self._guard(self._on_report))
 
     def _on_report(self, device: str, inbound: Inbound) -> None:
@@ -399,7 +400,7 @@ class BlobServer(Process):
 
     async def serve(self) -> None:
         """Work until cancelled; raises as `Intake.serve`."""
-        wants = self._topics.shared(MODELS, self._topics.agent("+", "wants"))
+        wants = self._topics.shared(MODELS, self._secret, self._topics.agent("+", "wants"))
         await self._transport.subscribe(wants, self._guard(self._on_want))
         async with self._sender:
             await self._until_failure()

@@ -11,6 +11,7 @@ of the calls. All other methods block.
 from __future__ import annotations
 
 import contextlib
+import secrets
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
@@ -48,6 +49,8 @@ DEVICES: Final = "devices"
 """The devices' last messages (`coordinator.registry.Kept` by id, as JSON), for the next start."""
 ISSUE: Final = "issue"
 """Part of the orders' ids since the store was restored from a backup (`coordinator.backup_cli`)."""
+AT_BROKER: Final = "at_broker"
+"""A secret of the federation's coordinator and its helpers, part of their names at the broker."""
 MAX_BATCH: Final = 1000
 """Changes in one transaction."""
 MAX_EVENTS: Final = 200_000
@@ -413,6 +416,10 @@ class Store:
             return str(db.execute("SELECT value FROM meta WHERE name = $1", name)[0][0])
 
         return self._change(remember)
+
+    def at_broker(self) -> str:
+        """What nobody else can guess of the names that this store's processes have at the broker."""
+        return self.remember(AT_BROKER, secrets.token_hex(16))
 
     def keep(self, name: str, value: str) -> None:
         """Store a value in place of an earlier one of this name."""

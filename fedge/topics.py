@@ -52,9 +52,13 @@ class Topics:
         """A topic of one device; `leaf`: the last level in the list above."""
         return f"{self.prefix}/agents/{device_id}/{leaf}"
 
-    def shared(self, group: str, topic_filter: str) -> str:
-        """The shared-subscription filter for dispatcher, intakes and model servers, which share incoming messages."""
-        return f"$share/{group}/{topic_filter}"
+    def shared(self, group: str, secret: str, topic_filter: str) -> str:
+        """The shared-subscription filter for dispatcher, intakes and model servers, which share incoming messages.
+
+        `secret`: known to them alone. A broker hands each message to one member of a group before it looks whether that
+        member may read it, so whoever can name the group can make messages vanish.
+        """
+        return f"$share/{group}-{secret}/{topic_filter}"
 
     @property
     def rollout(self) -> str:

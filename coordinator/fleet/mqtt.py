@@ -182,7 +182,7 @@ class MqttFleet(Intake, Fleet):
         await self._transport.subscribe(topics.agent("+", "context"), self._guard(self._on_context))
         await self._transport.subscribe(topics.agent("+", "health"), self._guard(self._on_health))
         await self._listen()
-        wants = topics.shared(MODELS, topics.agent("+", "wants"))
+        wants = topics.shared(MODELS, self._secret, topics.agent("+", "wants"))
         await self._transport.subscribe(wants, self._guard(self._on_want))
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(self._uploads.close)

@@ -45,6 +45,7 @@ def test_all_tables_and_tensors_are_copied_and_only_open_orders_get_another_id(
     with contextlib.closing(Store(home)) as store:
         made = store._db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
         assert {name for (name,) in made} == set(TABLES)
+        secret = store.at_broker()
         before = {table: store._db.execute(f"SELECT * FROM {table}") for table in TABLES}
         assert back_up(home, None, tmp_path / "backup") == 1  # while it is open
     new = tmp_path / "new"
@@ -59,6 +60,7 @@ def test_all_tables_and_tensors_are_copied_and_only_open_orders_get_another_id(
         after = {table: store._db.execute(f"SELECT * FROM {table}") for table in TABLES}
         assert [t for t in TABLES if sorted(after[t]) != sorted(before[t])] == ["orders", "meta"]
         assert [store.blobs.get(digest) for digest in store.blobs] == [b"a tensor"]
+        assert store.at_broker() != secret  # if the old one still runs, it shares no reports with this one
     if store_url is not None:
         with pytest.raises(ConfigError, match="f is on this server already: drop the schema"):
             restore_to(tmp_path / "backup", tmp_path / "again", store_url)

@@ -314,6 +314,7 @@ def test_an_intake_works_beside_the_dispatcher_which_learns_what_it_closed(store
     seen = store.last_arrival()
     with contextlib.closing(opened(intake=True)) as one, contextlib.closing(opened(intake=True)) as other:
         assert one.recall("start") == "layout and model"
+        assert one.at_broker() == other.at_broker() == store.at_broker() != ""
         entry = one.entry("r.1.s.a")
         assert entry is not None
         assert (entry.order, entry.status) == (order("a"), OrderStatus.OPEN)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import shutil
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -15,21 +14,14 @@ import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
-from coordinator.fleet.mqtt import MqttFleet
 from coordinator.fleet.orders import OrderStatus
-from coordinator.store import Store
-from edge_agent.agent import Agent, Identity, Works
-from edge_agent.worker import Finished, Worker
-from fedge import codec
+from edge_agent.worker import Worker
 from fedge.identity import CRL, Role
 from fedge.masking import Member, member, write_roster
 from fedge.messages import (
     Ack,
-    BlobRef,
-    Codec,
     Context,
     Health,
-    Order,
     Outcome,
     Phase,
     Presence,
@@ -40,18 +32,16 @@ from fedge.messages import (
     encode,
 )
 from fedge.sealed import Envelope, Signed
-from fedge.sgd import Sgd
 from fedge.step import Action, Declined, Result
 from fedge.steps.mask_keys import KeysMade, MaskKeys
 from fedge.steps.mask_shares import MaskShares, SharesMade
-from fedge.steps.train import Start, Train, Trained
+from fedge.steps.train import Trained
 from fedge.tasks import DeviceData
-from fedge.tensors import digest_of
 from fedge.topics import Topics
 from fedge.transport import BrokerSettings, Inbound, Transport
-from tests.support.device import LAYOUT, TASK, tensors, trained
+from tests.support.device import TASK
 from tests.support.identities import Authority, OpenBroker
-from tests.support.peer import EchoWorker
+from tests.support.scene import Scene, one_round, train
 from tests.support.waiting import until
 
 WAIT_S = 300.0
@@ -86,78 +76,6 @@ class Taken:
         await self._transport.publish(topic, payload, retain=retain)
 
 
-class Working(EchoWorker):
-    """Answers an order to train with an update of the right layout."""
-
-    def execute(self, order: Order, fetch: Callable, *, stop: Callable[[], bool], action: object) -> Finished:
-        if not isinstance(action, Train):
-            return super().execute(order, fetch, stop=stop, action=action)  # type: ignore[arg-type]
-        data = codec.encode(tensors(0.5), Codec.INT8)
-        self.done.append(order.id)
-        ref = BlobRef(digest=digest_of(data), size_bytes=len(data), codec=Codec.INT8)
-        return Finished(trained(ref), {ref.digest: data})
-
-
-class Scene:
-    """Coordinator and agents over a broker that was taken over."""
-
-    def __init__(self, stack: AsyncExitStack, broker: OpenBroker, authority: Authority, folder: Path) -> None:
-        self.stack, self.broker, self.authority, self.folder = stack, broker, authority, folder
-        self.events: dict[str, list[tuple[str, dict]]] = {}
-        self.workers: dict[str, Working] = {}
-        self.agents: dict[str, Agent] = {}
-        self.tasks: dict[str, asyncio.Task[None]] = {}
-
-    async def coordinator(self, *, deadline_s: float = 30.0) -> MqttFleet:
-        self.store = self.stack.enter_context(contextlib.closing(Store(self.folder / "server")))
-        fleet = MqttFleet(
-            self.broker.settings(self.authority.issue("coordinator", Role.COORDINATOR)),
-            self.store,
-            federation="test",
-            run="r",
-            task=TASK,
-            layout=LAYOUT,
-            seed=3,
-            deadline_s=deadline_s,
-            observe=lambda event, fields: None,
-        )
-        return await self.stack.enter_async_context(fleet)
-
-    async def agent(self, name: str, works: Works | None = None) -> Agent:
-        files = self.authority.issue(name) if name not in self.authority.members else self.files(name)
-        events = self.events.setdefault(name, [])
-        self.workers[name] = Working()
-        worker = works or self.workers[name]
-        agent = Agent(
-            Identity(name, "test", TASK, n_shared=5),
-            self.broker.settings(files),
-            self.folder / name,
-            lambda: worker,
-            observe=lambda event, fields: events.append((event, fields)),
-        )
-        task = asyncio.create_task(agent.run())
-        self.agents[name], self.tasks[name] = agent, task
-        self.stack.push_async_callback(self.stop, name)
-        count = len([1 for event, _ in events if event == "online"])
-        await until(lambda: len([1 for event, _ in events if event == "online"]) > count or task.done())
-        return agent
-
-    def files(self, name: str) -> dict[str, str]:
-        folder = self.authority.folder
-        return {
-            "ca_file": str(self.authority.file),
-            "cert_file": str(folder / f"{name}.crt"),
-            "key_file": str(folder / f"{name}.key"),
-        }
-
-    async def stop(self, name: str) -> None:
-        self.agents[name].stop()
-        await self.tasks[name]
-
-    def refused(self, name: str) -> list[str]:
-        return [str(fields["name"]) for event, fields in self.events[name] if event == "refused"]
-
-
 @pytest.fixture
 def authority(tmp_path: Path) -> Authority:
     return Authority(tmp_path / "authority", "test")
@@ -173,16 +91,6 @@ async def scene(mosquitto_program: str, authority: Authority, tmp_path: Path) ->
 async def taken(scene: Scene) -> AsyncIterator[Taken]:
     async with Taken(scene.broker, scene.authority) as taken:
         yield taken
-
-
-def train(fleet: MqttFleet) -> Train:
-    return Train(starts=(Start(model=fleet.put(tensors(1.0))),), sgd=Sgd())
-
-
-async def one_round(fleet: MqttFleet, number: int, *devices: str) -> dict:
-    async with asyncio.timeout(WAIT_S):
-        await fleet.begin(number, len(devices))
-        return await fleet.run("train", dict.fromkeys(devices, train(fleet)))
 
 
 async def test_a_round_in_which_everything_is_signed(scene: Scene, taken: Taken) -> None:

@@ -125,6 +125,10 @@ class TlsBroker(LocalBroker):
         self._authorities = [authority, other] if other else []
         self.other_port = free_port(self.host) if other else 0
 
+    def settings(self, files: Mapping[str, str], port: int | None = None) -> BrokerSettings:
+        """For a client with these files; `port`: of the other federation."""
+        return BrokerSettings(self.host, port or self.port, **files)
+
     def _command(self, home: Path) -> list[str]:
         command = super()._command(home)
         listeners = []

@@ -1,0 +1,79 @@
+"""Devices of one's own and of another federation that put themselves between the devices and the coordinator."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+
+from fedge.steps.train import Trained
+from fedge.topics import Topics
+from fedge.transport import Inbound, Transport
+from tests.support.identities import Authority, TlsBroker
+from tests.support.scene import Scene, one_round
+
+THIEVES, ROUNDS = 20, 8
+DEVICES = ("cam1", "cam2", "cam3")
+TOPICS = Topics("test")
+
+
+class Thieves:
+    """Members of both federations that ask for a share of what goes to the coordinator, and say nothing."""
+
+    def __init__(self) -> None:
+        self.got: list[str] = []
+        self.stack = AsyncExitStack()
+
+    async def join(self, broker: TlsBroker, authority: Authority, name: str, port: int) -> None:
+        transport = Transport(broker.settings(authority.issue(name), port), f"thief:{authority.federation}:{name}")
+        for group in ("intakes", "models"):
+            for leaf in ("reports", "wants"):
+                await transport.subscribe(f"$share/{group}/{TOPICS.agent('+', leaf)}", self._keep)
+        await self.stack.enter_async_context(transport)
+
+    async def _keep(self, inbound: Inbound) -> None:
+        self.got.append(inbound.topic)
+
+
+@pytest.fixture
+async def thieves() -> AsyncIterator[Thieves]:
+    found = Thieves()
+    async with found.stack:
+        yield found
+
+
+@pytest.fixture
+def others(tmp_path: Path) -> Authority:
+    return Authority(tmp_path / "others", "other")
+
+
+@pytest.fixture
+async def broker(mosquitto_program: str, tmp_path: Path, others: Authority) -> AsyncIterator[TlsBroker]:
+    """With two federations, each with its own rules."""
+    async with TlsBroker(Authority(tmp_path / "test", "test"), tmp_path / "broker", other=others) as running:
+        yield running
+
+
+@pytest.fixture
+async def scene(broker: TlsBroker, tmp_path: Path) -> AsyncIterator[Scene]:
+    async with AsyncExitStack() as stack:
+        yield Scene(stack, broker, broker.authority, tmp_path)
+
+
+async def test_who_asks_for_a_share_of_the_reports_gets_none_and_holds_up_nobody(
+    scene: Scene, broker: TlsBroker, others: Authority, thieves: Thieves
+) -> None:
+    fleet = await scene.coordinator(deadline_s=20.0)
+    for name in DEVICES:
+        await scene.agent(name)
+    for k in range(THIEVES // 2):
+        await thieves.join(broker, scene.authority, f"thief{k}", broker.port)
+        await thieves.join(broker, others, f"thief{k}", broker.other_port)
+    for number in range(1, ROUNDS + 1):
+        answers = await one_round(fleet, number, *DEVICES)
+        assert all(isinstance(answer.result, Trained) for answer in answers.values())
+    assert thieves.got == []
+    said = [fields for name in DEVICES for event, fields in scene.events[name] if event == "report_acked"]
+    assert len(said) == ROUNDS * len(DEVICES)
