@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import math
 import time
 import uuid
 from collections import Counter
@@ -54,8 +55,17 @@ LOOK_S: Final = 3.0
 """Pause between two checks of who belongs to the federation: a revoked device is refused from the next one on."""
 LOOK_AGAIN_S: Final = 0.02
 """Shortest pause between two reads of which models are offered."""
+CHECK_LOST: Final = (
+    "the broker took earlier copies of this report and gave them to none of our processes: look in its log for limits "
+    "that it reached, and at what else is subscribed to the federation's topics"
+)
 SAYS_NOTHING: Final = frozenset({"replayed-report", "unknown-order"})
 """Refusals of repeated messages, which are not the device's fault."""
+
+LOST: Final = 3
+"""A report that comes for the first time after the broker took it so often before: some of its copies were lost."""
+QUIET_S: Final = 60.0
+"""A process that was connected for less time may have missed them itself."""
 
 Key = tuple[str, str]
 """Device and order."""
@@ -119,8 +129,13 @@ class Process:
             self._transport = Transport(broker, name, session_expiry_s=0)
         self._incarnations: dict[str, str] = {}
         self._lines = Lines()
+        self._connected_at = math.inf
+        self._transport.on_connect(self._note_connection)
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._background = Background(self._fail)
+
+    async def _note_connection(self) -> None:
+        self._connected_at = time.monotonic()
 
     def _fail(self, error: BaseException) -> None:
         if not self._failure.done():
@@ -268,6 +283,8 @@ class Intake(Process):
             if isinstance(action, Unsupported):
                 log.error("event=unknown_step order=%s reason=%r", order.id, action.reason)
                 return
+            self._look_for_losses(report)
+            report = msgspec.structs.replace(report, again=0)
             error = await self._examine(order, action, report)
             self._taking[order.device_id, order.id] = None
             entry = Entry(order=order, status=OrderStatus.ACCEPTED, report=report)
@@ -300,10 +317,23 @@ class Intake(Process):
             await self._acknowledge(report.order_id, report.device_id, accepted=False, reason="unknown-order")
             raise ProtocolError("unknown-order", report.order_id)
         require_own(entry.order, report)
+        if entry.status is OrderStatus.EXPIRED:
+            self._look_for_losses(report)
         if entry.status is not OrderStatus.OPEN:
             await self._tell(entry)
             raise ProtocolError("replayed-report", f"{report.order_id} is {entry.status}")
         return entry.order
+
+    def _look_for_losses(self, report: Report) -> None:
+        """Notice that earlier copies of a report have not come to us nor, by the store, to another intake."""
+        if report.again >= LOST and time.monotonic() - self._connected_at > QUIET_S:
+            self._lost(report)
+
+    def _lost(self, report: Report) -> None:
+        """Say that messages get lost on their way to us."""
+        if (untold := self._lines.untold("reports_lost", time.monotonic())) is not None:
+            text = "event=reports_lost device=%s order=%s copies=%d check=%r untold=%d"
+            log.error(text, report.device_id, report.order_id, report.again, CHECK_LOST, untold)
 
     async def _close(self, entry: Entry) -> None:
         """Close an order in the store and send the device the stored verdict: another process may have been first."""

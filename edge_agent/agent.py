@@ -24,6 +24,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+from msgspec.structs import replace
+
 import fedge
 from edge_agent import context, session
 from edge_agent.device import CACHED_MODELS, failed
@@ -90,6 +92,13 @@ GOODBYE_S: Final = 5.0
 FETCH_PATIENCE_S: Final = 120.0
 """An order whose models do not arrive, although the broker is there, fails after this time and makes way for the next:
 its sender may be gone, or may never have existed. A restarted coordinator is back sooner."""
+
+UNANSWERED: Final = 5
+"""After a report was sent so often, a minute after it was made, the log says that nobody answers it."""
+CHECK_UNANSWERED: Final = (
+    "the broker takes this report and nobody answers it: the coordinator is not running, refuses what this device says "
+    "(its log says so), or messages get lost on their way (the broker's own log)"
+)
 
 SPARE_DISK_BYTES: Final = 64 << 20
 """What an order must leave free, of a small disk a twentieth: for its result, a bundle, the log and everybody else."""
@@ -193,6 +202,7 @@ class Agent:
         self._release = 0  # in the last status sent
         self._has_been_online = False
         self._outgoing: dict[str, tuple[str, bytes, bool]] = {}  # key -> topic, payload, retain
+        self._sent: Counter[str] = Counter()  # how often the broker has taken each unanswered report, by order
         self._something_waits = asyncio.Event()
         self._end: asyncio.Future[None] | None = None
         self._connecting: asyncio.Task[Any] | None = None  # set in `run` until a broker lets us in
@@ -386,18 +396,26 @@ class Agent:
                 )
                 self._send(self._measure())
             case session.Publish(report):
-                self._send(report)
+                again = self._sent[report.order_id]
+                if again == UNANSWERED and self._transport.connected:
+                    self._say("unanswered", logging.WARNING, order=report.order_id, check=CHECK_UNANSWERED)
+                self._send(replace(report, again=again))
                 if highest_release(self._home) != self._release:  # after the report, or the order would come again
                     self._send(self._status(Presence.ONLINE))
             case session.Acknowledge(ack):
-                self._outgoing.pop(ack.order_id, None)
+                self._forget(ack.order_id)
                 self._outbox.acknowledge(ack, remember=session.MAX_ACKED)
                 level = logging.DEBUG if ack.accepted else logging.WARNING
                 self._say("report_acked", level, order=ack.order_id, accepted=ack.accepted, reason=ack.reason)
             case session.Discard(order_id, reason):
-                self._outgoing.pop(order_id, None)
+                self._forget(order_id)
                 self._outbox.discard(order_id)
                 self._say("order_discarded", logging.WARNING, order=order_id, reason=reason)
+
+    def _forget(self, order_id: str) -> None:
+        """Send no more of a report."""
+        self._outgoing.pop(order_id, None)
+        self._sent.pop(order_id, None)
 
     # ------------------------------------------------------------------------------------------------- working
 
@@ -625,9 +643,12 @@ class Agent:
             await self._something_waits.wait()
             self._something_waits.clear()
             while self._outgoing:
-                topic, payload, retain = self._outgoing.pop(next(iter(self._outgoing)))
+                key = next(iter(self._outgoing))
+                topic, payload, retain = self._outgoing.pop(key)
                 try:
                     await self._transport.publish(topic, self._signed.seal(topic, payload), retain=retain)
+                    if self._session.phase(key) is session.Phase.REPORTED:
+                        self._sent[key] += 1
                 except (TransportError, ValueError) as error:
                     # The broker's rules forbid this one; important messages are repeated, and the operator sees the
                     # reason.

@@ -234,6 +234,7 @@ class Report(_Message2, frozen=True, kw_only=True, tag="report"):
     why: Why | None = None  # except for `done`
     body: bytes = b""  # for `done`: the result of the step (`fedge.step`)
     blobs: Annotated[tuple[BlobRef, ...], Meta(max_length=64)] = ()  # named in the result
+    again: Count = 0  # how often the broker has taken it before, by this process of the agent, without an answer
 
 
 class Ack(_Message2, frozen=True, kw_only=True, tag="ack"):

@@ -24,7 +24,7 @@ from coordinator.fleet.quarantine import LONG_UPDATE, READMITTED, Offence, Quara
 from coordinator.fleet.update_norms import Believed, OneByOne, within_limits
 from coordinator.fleet.versions import Descent
 from coordinator.registry import Kept, Registry
-from coordinator.roles import MAX_UNDER_WAY, SAYS_NOTHING, Intake, require_own
+from coordinator.roles import CHECK_LOST, MAX_UNDER_WAY, SAYS_NOTHING, Intake, require_own
 from coordinator.store import DEVICES, EXPIRED, OFFERED, RECALLED_ROUNDS, Entry, Store
 from fedge import __version__, codec
 from fedge.errors import MALFORMED, ConfigError, ProtocolError
@@ -727,6 +727,10 @@ class MqttFleet(Intake, Fleet):
             require_own(order, report)
             self._book.hold(order.id)
         return order
+
+    def _lost(self, report: Report) -> None:
+        super()._lost(report)
+        self._note_problem(report.device_id, f"the broker lost {report.again} copies of its report: {CHECK_LOST}")
 
     def note(self, event: str, fields: Mapping[str, object]) -> None:
         """Pass on an event for people."""

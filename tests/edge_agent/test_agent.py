@@ -23,7 +23,7 @@ import pytest
 from coordinator.fleet import Device
 from coordinator.methods.grouping import arm
 from coordinator.selection.ccmab import transfer_time
-from edge_agent.agent import SPARE_DISK_BYTES, Agent, Identity, Limits, Works
+from edge_agent.agent import SPARE_DISK_BYTES, UNANSWERED, Agent, Identity, Limits, Works
 from edge_agent.device import CACHED_MODELS, Fetch
 from edge_agent.worker import Finished
 from fedge.broker import LocalBroker
@@ -194,8 +194,29 @@ async def test_a_report_is_repeated_until_it_is_acknowledged(one_broker: LocalBr
         order = order_of(Profile(extractor=peer.model()))
         await peer.send(order)
         await peer.until(lambda: len(peer.reports) >= 2)
-        assert peer.reports[0] == peer.reports[1]
+        assert msgspec.structs.replace(peer.reports[1], again=0) == peer.reports[0]
         assert worker.done == [order.id]
+
+
+async def test_a_report_says_how_often_it_was_sent_and_the_log_that_nobody_answers_it(
+    one_broker: LocalBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("edge_agent.session.FIRST_RESEND_S", 0.01)
+    monkeypatch.setattr("edge_agent.session.LAST_RESEND_S", 0.02)
+    events = Events()
+    async with Peer(one_broker, tmp_path) as peer:
+        order = order_of(train(peer.model()))
+        async with running(make_agent(one_broker, tmp_path / "home", EchoWorker(), events)):
+            await peer.presence(Presence.ONLINE)
+            await peer.send(order)
+            await peer.until(lambda: any(report.again > UNANSWERED for report in peer.reports))
+            said = [report.again for report in peer.reports]
+            assert said[0] == 0
+            assert said == sorted(said)
+            assert (await events.until("unanswered"))["order"] == order.id
+            await peer.ack(order)
+            await events.until("report_acked")
+    assert len(events.of("unanswered")) == 1
 
 
 async def test_one_model_for_two_orders_is_fetched_once(one_broker: LocalBroker, tmp_path: Path) -> None:

@@ -295,6 +295,31 @@ async def test_a_foreign_report_holds_back_neither_an_order_nor_its_own_device(
     assert sorted(i for i, answer in (await running).items() if isinstance(answer.result, Trained)) == ["away", "b"]
 
 
+async def test_a_report_that_comes_at_the_fourth_attempt_tells_that_the_broker_loses_them(
+    one_broker: LocalBroker, store: Store, stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet, (a, b) = await federation(stack, one_broker, store, "a", "b")
+    running = asyncio.create_task(fleet.run("train", dict.fromkeys("ab", train(fleet))))
+    order, other = await a.order("train"), await b.order("train")
+    again = msgspec.structs.replace(report_of(order, a.trained(0.5), 0.5), again=3)
+    await a.say("reports", again)  # we may have been away when it was sent before
+    assert (await a.ack(order.id)).accepted
+    assert fleet.problems == {}
+    monkeypatch.setattr("coordinator.roles.QUIET_S", 0.0)
+    await b.say("reports", msgspec.structs.replace(report_of(other, b.trained(0.5), 0.5), again=2))
+    assert (await b.ack(other.id)).accepted
+    await running
+    assert fleet.problems == {}
+
+    await fleet.begin(2, 2)
+    running = asyncio.create_task(fleet.run("train", {"a": train(fleet)}))
+    order = await a.order("train", 2)
+    await a.say("reports", msgspec.structs.replace(report_of(order, a.trained(0.5), 0.5), again=3))
+    assert (await a.ack(order.id)).accepted
+    await running
+    assert fleet.problems["a"].reason.startswith("the broker lost 3 copies of its report")
+
+
 async def test_late_and_repeated_reports_get_the_same_verdict_and_change_nothing(
     one_broker: LocalBroker, store: Store, stack: AsyncExitStack, clock: SimpleNamespace
 ) -> None:
