@@ -12,13 +12,14 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deploy.runtime import Prediction, Runtime
 from deploy.statistics import Statistics
+from fedge.errors import ConfigError
 
 MAX_WAITING_BYTES: Final = 64 << 20
 """Limit of the bytes of waiting samples, whatever their number."""
@@ -32,7 +33,7 @@ class BusyError(Exception):
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    x: NDArray[np.float32]
+    x: NDArray[Any]
     arrived: float
     arrived_ns: int
     answer: asyncio.Future[Answer]
@@ -43,7 +44,7 @@ class Batcher:
 
     def __init__(
         self,
-        answer: Callable[[NDArray[np.float32]], Answer],
+        answer: Callable[[NDArray[Any]], Answer],
         pool: Executor,
         *,
         max_batch: int = 8,
@@ -69,7 +70,7 @@ class Batcher:
         self._arrival = asyncio.Event()
         self._work: asyncio.Task[None] | None = None
 
-    async def predict(self, x: NDArray[np.float32]) -> Answer:
+    async def predict(self, x: NDArray[Any]) -> Answer:
         """Predict samples (n, ...), perhaps together with others; n answers.
 
         Raises:
@@ -127,6 +128,10 @@ class Batcher:
             x = group[0].x if len(group) == 1 else np.concatenate([waiting.x for waiting in group])
             runtime, prediction = await loop.run_in_executor(self._pool, self._answer, x)
         except Exception as error:  # noqa: BLE001 - each of them is told
+            if isinstance(error, ConfigError) and len(group) > 1:  # of one request's samples: the others are answered
+                for waiting in group:
+                    await self._answer_group([waiting])
+                return
             for waiting in group:
                 if not waiting.answer.done():
                     waiting.answer.set_exception(error)

@@ -28,7 +28,7 @@ from deploy.runtime import Prediction, Runtime, load_as
 from fedge import images, table
 from fedge.config import resolve, settings_options
 from fedge.errors import ConfigError, failing_as
-from fedge.preprocess import load_image
+from fedge.preprocess import apply, load_image
 from fedge.task import TaskSpec
 from fedge.text import printable
 
@@ -90,6 +90,8 @@ def infer(bundle: Path, inputs: tuple[Path, ...], config: Path | None, as_json: 
     runtime = load_as(bundle, how)
     for path in inputs:
         samples = _read(runtime, path)
+        with failing_as(ConfigError, str(path), on=ConfigError):
+            apply(runtime.task, samples.x)  # a batch would count its samples from 0
         answers, calls_ms = _predict(runtime, samples.x, settings.batch, settings.repeat)
         if as_json:
             click.echo(msgspec.json.encode(_record(runtime, path, answers, calls_ms, samples)).decode())

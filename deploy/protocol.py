@@ -26,7 +26,8 @@ from numpy.typing import NDArray
 from deploy.runtime import Prediction
 from fedge.bundle import INPUT, Manifest
 from fedge.errors import MALFORMED, ConfigError, failing_as
-from fedge.preprocess import load_image
+from fedge.preprocess import input_precision, load_image
+from fedge.scaling import unfit
 from fedge.task import TaskSpec
 
 MAX_SAMPLES: Final = 256
@@ -42,20 +43,22 @@ UNFIT: Final = (ValueError, OverflowError, RecursionError)
 """What elements of another kind raise, in JSON or as numbers."""
 _ELEMENTS: Final[Mapping[str, type]] = {"b": bool, "u": int, "i": int, "f": float}
 
+Samples = NDArray[np.float32] | NDArray[np.float64]
+"""(n, ...), raw."""
 Parameters = dict[str, bool | int | float | str | None]
 Shape = Annotated[tuple[Annotated[int, Meta(ge=0, le=2**31 - 1)], ...], Meta(min_length=1, max_length=8)]
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A parsed request. `x`: (n, ...) float32, finite, raw samples; or PNG and JPEG images, one per sample.
+    """A parsed request. `x`: raw samples, finite in single precision; or PNG and JPEG images, one per sample.
 
     `outputs`: requested ones by name, and whether in binary. `label`: the true class name of a single sample, if the
     client knows it.
     """
 
     id: str | None
-    x: NDArray[np.float32] | tuple[bytes, ...]
+    x: Samples | tuple[bytes, ...]
     outputs: Mapping[str, bool]
     label: str | None = None
 
@@ -147,7 +150,7 @@ def _wanted(request: _Request) -> dict[str, bool]:
     return {tensor.name: tensor.parameters.get("binary_data", default) is True for tensor in asked}
 
 
-def _samples(tensor: _InputTensor, tail: bytes) -> NDArray[np.float32] | tuple[bytes, ...]:
+def _samples(tensor: _InputTensor, tail: bytes) -> Samples | tuple[bytes, ...]:
     """The elements of the input, checked against its shape."""
     if not 0 < tensor.shape[0] <= MAX_SAMPLES:
         raise ConfigError(f"{INPUT} holds {tensor.shape[0]} samples; send 1 to {MAX_SAMPLES} in a request")
@@ -204,12 +207,11 @@ def _decoder(element: type, depth: int) -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(kind)
 
 
-def _finite(x: NDArray[Any]) -> NDArray[np.float32]:
-    with np.errstate(over="ignore"):
-        converted = x.astype(np.float32)
-    if not np.isfinite(converted).all():
-        raise ConfigError(f"{INPUT} holds numbers that are not finite in single precision; send only finite ones")
-    return converted
+def _finite(x: NDArray[Any]) -> Samples:
+    """The same numbers, checked; in double precision where single would round them: they are not scaled yet."""
+    if fault := unfit(x):
+        raise ConfigError(f"{INPUT}: {fault}")
+    return x.astype(np.float32) if np.can_cast(x.dtype, np.float32) else x.astype(np.float64)
 
 
 def _pictures(tensor: _InputTensor, tail: bytes | None) -> tuple[bytes, ...]:
@@ -292,7 +294,10 @@ def taken(task: TaskSpec) -> tuple[str, ...]:
 
 
 def metadata(name: str, manifest: Manifest) -> dict[str, Any]:
-    """A model's inputs and outputs as the protocol describes them; -1: the number of samples."""
+    """A model's inputs and outputs as the protocol describes them; -1: the number of samples.
+
+    Inputs are FP64 where single precision would lose a part of the samples (`fedge.preprocess.input_precision`).
+    """
     return {
         "name": name,
         "versions": [version(manifest)],
@@ -300,7 +305,7 @@ def metadata(name: str, manifest: Manifest) -> dict[str, Any]:
         "inputs": [
             {
                 "name": INPUT,
-                "datatype": "FP32",
+                "datatype": "FP64" if input_precision(manifest.task) is np.float64 else "FP32",
                 "shape": [-1, *manifest.task.input_shape],
                 "parameters": {"datatypes": ",".join(taken(manifest.task))},
             }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import Executor
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,14 +31,14 @@ class Fixed:
         """Whether inputs have left the bundle's reference; never without one."""
         return self._drift is not None and self._drift.drifted
 
-    def answer(self, x: NDArray[np.float32]) -> Answer:
+    def answer(self, x: protocol.Samples) -> Answer:
         """Predict raw samples."""
         prediction = self.runtime.predict(x)
         if self._drift is not None:
             self._drift.observe(prediction.weights, prediction.energies)
         return self.runtime, prediction
 
-    def feedback(self, x: NDArray[np.float32], y: NDArray[np.integer]) -> None:
+    def feedback(self, x: protocol.Samples, y: NDArray[np.integer]) -> None:
         """No effect: there is no other bundle to compare with."""
 
 
@@ -108,7 +109,7 @@ class Served:
             raise ConfigError(f"the label {label[:100]!r} is not a class; there are {', '.join(classes)}"[:1000])
         return np.array([classes.index(label)])
 
-    async def _samples(self, request: protocol.Request) -> NDArray[np.float32]:
+    async def _samples(self, request: protocol.Request) -> NDArray[Any]:
         runtime, x = self._model.runtime, request.x
         if isinstance(x, tuple):
             loop = asyncio.get_running_loop()

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from fedge import table
 from fedge.errors import ConfigError, failing_as
+from fedge.scaling import precision, unfit
 from fedge.task import TaskSpec
 
 if TYPE_CHECKING:
@@ -20,28 +21,36 @@ if TYPE_CHECKING:
 def apply(task: TaskSpec, raw: NDArray[Any]) -> NDArray[np.float32]:
     """Reshape raw samples into model inputs and scale them: (x / scale - mean) / std.
 
-    For tables, with the mean and std of each column.
+    With the mean and std of each column or channel, if the task has them. The numbers are computed in double precision
+    where a mean is large beside its std.
 
     `raw`: (n, *input_shape), or for images (n, height, width, channels), or (n, height, width) with one channel.
 
     Returns:
-        (n, *input_shape) float32, a new array.
+        (n, *input_shape) float32, finite, a new array.
 
     Raises:
-        ConfigError: the samples have another shape or are not numbers.
+        ConfigError: the samples have another shape, are not numbers, or not finite in single precision; the text says
+            where.
     """
     if raw.dtype.kind not in "buif":
         raise ConfigError(f"samples must be numbers, not {raw.dtype}")
-    how = task.preprocessing
-    x = np.array(_shaped(task.input_shape, raw), dtype=np.float32, order="C")
-    if how.table:
-        mean, std = table.scale(how.table)
-        x -= mean
-        x /= std
-        return x
-    x -= np.float32(how.mean * how.scale)
-    x /= np.float32(how.scale * how.std)
-    return x
+    shaped = _shaped(task.input_shape, raw)
+    mean, std = _scale(task)
+    kind = precision(mean, std)
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):  # what is not finite is refused below
+        x: NDArray[np.floating] = np.array(shaped, dtype=kind, order="C")
+        np.subtract(x, mean.astype(kind), out=x)
+        np.divide(x, std.astype(kind), out=x)
+        inputs = x.astype(np.float32, copy=False)
+    if (kind is np.float64 or not np.isfinite(inputs).all()) and (fault := unfit(shaped, inputs)):
+        raise ConfigError(fault)
+    return inputs
+
+
+def input_precision(task: TaskSpec) -> type[np.float32 | np.float64]:
+    """The type that raw samples should have, lest a part of what distinguishes them is lost before they are scaled."""
+    return precision(*_scale(task))
 
 
 def load_image(
@@ -86,6 +95,16 @@ def _upright(source: Path | IO[bytes], mode: str, max_pixels: int | None) -> Ima
             image.load()
             ImageOps.exif_transpose(image, in_place=True)
             return image if image.mode == mode else image.convert(mode)
+
+
+def _scale(task: TaskSpec) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """What raw samples are reduced by, and then divided by: in their unit, of a shape that goes with theirs."""
+    how = task.preprocessing
+    if how.table:
+        return table.scale(how.table)
+    one_each = (-1, *(1,) * (len(task.input_shape) - 1))
+    mean, std = (np.reshape(v, one_each if isinstance(v, tuple) else ()) * how.scale for v in (how.mean, how.std))
+    return np.asarray(mean), np.asarray(std)
 
 
 def _shaped(shape: tuple[int, ...], raw: NDArray[Any]) -> NDArray[Any]:

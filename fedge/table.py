@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from fedge.errors import ConfigError, failing_as
 from fedge.files import require_there
 from fedge.loading import needs
-from fedge.npz import INPUT_BYTES, require_room
+from fedge.npz import require_room
+from fedge.scaling import LARGEST, precision
 from fedge.task import Column, Schema, TaskSpec
 from fedge.text import nearest, printable
 
@@ -29,7 +30,6 @@ SUFFIXES: Final = (".csv", ".parquet")
 NO_VALUE: Final = frozenset({"", "na", "nan", "null"})
 """Cells that count as missing, in any case."""
 MARKS: Final = {"0": 0, "1": 1, "false": 0, "true": 1}
-LARGEST: Final = float(np.finfo(np.float32).max)
 BATCH: Final = 4096
 """Rows that are read together."""
 
@@ -53,6 +53,8 @@ def read_schema(file: Path) -> Schema:
         if not column.categories:
             if isinstance(column.missing, str):
                 faults.append(f"{column.name} is a number, and missing = {column.missing!r} is none")
+            elif column.missing is not None and not _fits(column, column.missing):
+                faults.append(f"missing = {column.missing!r} of {column.name} is not finite once it is scaled")
         elif column.missing not in (None, *column.categories):
             faults.append(f"missing = {column.missing!r} of {column.name} is none of its categories")
         elif (column.mean, column.std) != (0, 1) or len(set(column.categories)) < len(column.categories):
@@ -73,19 +75,19 @@ def schema_of(task: TaskSpec) -> Schema:
     return task.preprocessing.table
 
 
-def scale(schema: Schema) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+def scale(schema: Schema) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Mean and std of each network input, (width,) each; 0 and 1 for a category."""
     widths = [column.width for column in schema.columns]
     mean, std = (np.repeat(values, widths) for values in zip(*((c.mean, c.std) for c in schema.columns), strict=True))
-    return mean.astype(np.float32), std.astype(np.float32)
+    return mean.astype(np.float64), std.astype(np.float64)
 
 
 def read(schema: Schema, file: Path, *, labelled: bool = True) -> dict[str, NDArray[Any]]:
     """The rows of a table as arrays, as in an .npz. If not `labelled`, the class column may be missing.
 
     Returns:
-        x (n, width) float32, unscaled; y (n,) int64; if the schema names their columns, sensitive (n,) bool and user
-        (n,) int64, numbered in order of appearance.
+        x (n, width) unscaled, float32, or float64 where a mean is large beside its std; y (n,) int64; if the schema
+        names their columns, sensitive (n,) bool and user (n,) int64, numbered in order of appearance.
 
     Raises:
         ConfigError: the file cannot be read, has other columns than the schema or an invalid cell (the text names the
@@ -94,10 +96,11 @@ def read(schema: Schema, file: Path, *, labelled: bool = True) -> dict[str, NDAr
     parts: list[dict[str, NDArray[Any]]] = []
     users: dict[object, int] = {}
     n = 0
+    kind = precision(*scale(schema))
     require_there(file, "table")
     for cells in _csv(schema, file, labelled) if file.suffix.lower() == ".csv" else _parquet(schema, file, labelled):
         reader = _Reader(file, n + 1)
-        part = {"x": np.concatenate([reader.inputs(c, cells[c.name]) for c in schema.columns], axis=1)}
+        part = {"x": np.concatenate([reader.inputs(c, cells[c.name]) for c in schema.columns], axis=1, dtype=kind)}
         if schema.target in cells:
             numbers = {name: number for number, name in enumerate(schema.classes)}
             part["y"] = reader.numbered(schema.target, cells[schema.target], numbers)
@@ -108,7 +111,7 @@ def read(schema: Schema, file: Path, *, labelled: bool = True) -> dict[str, NDAr
             part["user"] = np.array([users.setdefault(str(who), len(users)) for who in cells[schema.user]], np.int64)
         parts.append(part)
         n += len(part["x"])
-        require_room(file, INPUT_BYTES * n * schema.width)
+        require_room(file, part["x"].itemsize * n * schema.width)
     if not parts:
         raise ConfigError(f"{file} has no rows")
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
@@ -120,12 +123,12 @@ class _Reader:
     def __init__(self, file: Path, first: int) -> None:
         self._file, self._first = file, first
 
-    def inputs(self, column: Column, cells: Sequence[object]) -> NDArray[np.float32]:
-        """(n, width) float32."""
+    def inputs(self, column: Column, cells: Sequence[object]) -> NDArray[np.floating]:
+        """(n, width)."""
         if column.categories:
             known = {name: number for number, name in enumerate(column.categories)}
             return np.eye(len(known), dtype=np.float32)[self.numbered(column.name, cells, known, column.missing)]
-        found = np.array([self._number(i, column, cell) for i, cell in enumerate(cells)], np.float32)
+        found = np.array([self._number(i, column, cell) for i, cell in enumerate(cells)], np.float64)
         return found[:, np.newaxis]
 
     def numbered(
@@ -158,10 +161,18 @@ class _Reader:
             value = np.inf
         if not abs(value) <= LARGEST:
             raise self._fault(i, column.name, f"is not a number: {printable(word)[:100]}")
+        if not _fits(column, value):
+            what = f"is {value:g}, not finite once it is scaled: if it stands for a missing value, empty the cell"
+            raise self._fault(i, column.name, what)
         return value
 
     def _fault(self, i: int, name: str, what: str) -> ConfigError:
         return ConfigError(f"{self._file}, row {self._first + i}: {name} {what}")
+
+
+def _fits(column: Column, value: float) -> bool:
+    """Whether the network can see a number."""
+    return abs(value) <= LARGEST and abs(value - column.mean) <= LARGEST * column.std
 
 
 def _word(cell: object) -> str:

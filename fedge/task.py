@@ -55,16 +55,20 @@ class Schema(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         return sum(column.width for column in self.columns)
 
 
+Positive = Annotated[float, Meta(gt=0)]
+
+
 class Preprocessing(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How a raw sample becomes a model input: (x / scale - mean) / std, after images are resized.
 
+    `mean`, `std`: one number, or one for each column of samples (columns,), each channel of (channels, ...).
     `image_mode` None: samples are arrays, not images; "L": grey; "RGB": colour. `table`: samples are rows, and each
     column has its own mean and std.
     """
 
-    scale: Annotated[float, Meta(gt=0)] = 1.0
-    mean: float = 0.0
-    std: Annotated[float, Meta(gt=0)] = 1.0
+    scale: Positive = 1.0
+    mean: float | tuple[float, ...] = 0.0
+    std: Positive | tuple[Positive, ...] = 1.0
     image_mode: str | None = None
     table: Schema | UnsetType = UNSET  # omitted for other tasks, whose fingerprints are older than tables
 
@@ -83,6 +87,10 @@ class TaskSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         table = self.preprocessing.table
         if table and self.input_shape != (table.width,):
             raise ValueError(f"the table makes {table.width} numbers, the network takes {self.input_shape}")
+        for name in ("mean", "std"):
+            own = getattr(self.preprocessing, name)
+            if isinstance(own, tuple) and len(own) != self.input_shape[0]:
+                raise ValueError(f"{name} holds {len(own)} numbers, the network takes inputs of {self.input_shape}")
 
     @property
     def n_classes(self) -> int:

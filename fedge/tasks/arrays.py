@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from fedge.errors import ConfigError
 from fedge.npz import load
+from fedge.scaling import unfit
 from fedge.task import TEST
 from fedge.text import nearest, printable
 
@@ -43,8 +44,8 @@ def checked(table: Mapping[str, NDArray[Any]], where: str) -> Arrays:
     """Check samples and the arrays that go with them; error messages begin with `where`.
 
     Returns:
-        x (n, ...) numbers, finite; y (n,) int64, not negative; split (n,) int64 in 0..2; sensitive (n,) bool; user
-        (n,) int64, the person behind each sample, 0, 1, ...; classes (C,).
+        x (n, ...) numbers, finite in single precision; y (n,) int64, not negative; split (n,) int64 in 0..2; sensitive
+        (n,) bool; user (n,) int64, the person behind each sample, 0, 1, ...; classes (C,).
 
     Raises:
         ConfigError: an array has a wrong shape, type or value.
@@ -53,8 +54,8 @@ def checked(table: Mapping[str, NDArray[Any]], where: str) -> Arrays:
     x = found["x"]
     if x.ndim < 2 or len(x) == 0 or x.dtype.kind not in "buif":
         raise ConfigError(f"{where}: x must be samples of numbers (n, ...), not {x.dtype}{x.shape}")
-    if not np.isfinite(x).all():
-        raise ConfigError(f"{where}: x holds NaN or infinity")
+    if fault := unfit(x):
+        raise ConfigError(f"{where}: {fault}")
     largest = {"y": np.iinfo(np.int64).max, "split": TEST, "sensitive": 1, "user": len(x) - 1}
     for name in (name for name in largest if name in found):
         found[name] = _whole_numbers(found[name], len(x), largest[name], f"{where}: {name}")

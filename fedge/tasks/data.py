@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from fedge.errors import ConfigError
 from fedge.loading import load_object
+from fedge.scaling import unfit
 from fedge.task import TRAIN, VALIDATION, TaskSpec
 from fedge.tasks.sampling import n_validation, spread
 from fedge.tensors import digest_of
@@ -81,16 +82,19 @@ class DeviceData:
         return cls(x[train], y[train], marks[train], x[validation], y[validation], marks[validation])
 
     def require_samples_of(self, task: TaskSpec) -> None:
-        """Refuse inputs of another shape, and labels outside the task.
+        """Refuse inputs of another shape or that are not finite, and labels outside the task.
 
         Raises:
-            ConfigError: the inputs are not (n, *input_shape), or a label is not in 0..C-1.
+            ConfigError: the inputs are not (n, *input_shape), a number is not finite in single precision, or a label is
+                not in 0..C-1.
         """
-        for x in (self.x_train, self.x_val):
+        for part, x in (("training", self.x_train), ("validation", self.x_val)):
             if len(x) and x.shape[1:] != task.input_shape:
                 raise ConfigError(
                     f"samples of shape {x.shape[1:]} found, but the task has inputs of {task.input_shape}"
                 )
+            if fault := unfit(x):
+                raise ConfigError(f"of the {part} samples, {fault}")
         labels, last = np.concatenate([self.y_train, self.y_val]), task.n_classes - 1
         if len(labels) and (labels.min() < 0 or labels.max() > last):
             found = f"labels from {labels.min()} to {labels.max()}"

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedge import images, preprocess, table
-from fedge.errors import ConfigError
+from fedge.errors import ConfigError, failing_as
 from fedge.files import require_there
 from fedge.task import TEST, TaskSpec
 from fedge.tasks import arrays
@@ -33,9 +31,8 @@ def device_data(task: TaskSpec, source: Path, *, seed: int) -> DeviceData:
     """
     if ":" in task.name:
         return _by_its_own_task(task, source, seed)
-    x, y, split, sensitive = _raw(task, source)
-    raw = DeviceData.of(x, y, sensitive=sensitive, split=split, seed=seed)
-    return replace(raw, x_train=preprocess.apply(task, raw.x_train), x_val=preprocess.apply(task, raw.x_val))
+    x, y, split, sensitive = _read(task, source)
+    return DeviceData.of(x, y, sensitive=sensitive, split=split, seed=seed)
 
 
 def labelled(task: TaskSpec, source: Path) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
@@ -50,8 +47,8 @@ def device_inputs(task: TaskSpec, source: Path) -> NDArray[np.float32]:
     """
     if ":" in task.name:
         return _by_its_own_task(task, source, 0, labelled=False).shared[0]
-    x, _, split, sensitive = _raw(task, source, labelled=False)
-    return preprocess.apply(task, x[~sensitive if split is None else ~sensitive & (split != TEST)])
+    x, _, split, sensitive = _read(task, source, labelled=False)
+    return x[~sensitive if split is None else ~sensitive & (split != TEST)]
 
 
 def _by_its_own_task(task: TaskSpec, source: Path, seed: int, *, labelled: bool = True) -> DeviceData:
@@ -66,16 +63,16 @@ def _by_its_own_task(task: TaskSpec, source: Path, seed: int, *, labelled: bool 
     return own
 
 
-_Raw = tuple[NDArray[Any], NDArray[np.int64], NDArray[np.int64] | None, NDArray[np.bool_]]
+_Read = tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.int64] | None, NDArray[np.bool_]]
 
 
-def _raw(task: TaskSpec, source: Path, *, labelled: bool = True) -> _Raw:
-    """Samples, labels (None if not needed), split and marks of a source."""
+def _read(task: TaskSpec, source: Path, *, labelled: bool = True) -> _Read:
+    """Model inputs, labels (none if not needed), split and marks of a source."""
     if source.is_dir():
         images.require_known(source)
         names = images.names(source, labelled=labelled)
         y = images.labels(names, task.classes) if labelled else np.zeros(0, np.int64)
-        x = images.load(task, source, names)
+        x = preprocess.apply(task, images.load(task, source, names))
         return x, y, images.split_numbers(source, names), images.sensitive_flags(source, names)
     if source.suffix.lower() in table.SUFFIXES:
         found = table.read(table.schema_of(task), source, labelled=labelled)
@@ -84,4 +81,6 @@ def _raw(task: TaskSpec, source: Path, *, labelled: bool = True) -> _Raw:
     y = found["y"] if labelled else np.zeros(0, np.int64)
     if y.max(initial=0) >= task.n_classes:
         raise ConfigError(f"{source}: label {y.max()} found, but the task has the classes 0..{task.n_classes - 1}")
-    return found["x"], y, found.get("split"), found.get("sensitive", np.zeros(len(found["x"]), dtype=np.bool_))
+    with failing_as(ConfigError, str(source), on=ConfigError):
+        x = preprocess.apply(task, found["x"])
+    return x, y, found.get("split"), found.get("sensitive", np.zeros(len(x), dtype=np.bool_))

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fedge.errors import ConfigError
+from fedge.errors import ConfigError, failing_as
 from fedge.loading import hold
 from fedge.task import TaskSpec
 from fedge.tasks import arrays
@@ -74,7 +74,9 @@ class Task:
             given["classes"] = np.asarray(classes)
         table = arrays.checked(given, name)
         images, mode = _channels_first(table["x"])
-        spec = spec_of_arrays(name, images, arrays.class_names(table, name))
+        classes = arrays.class_names(table, name)
+        with failing_as(ConfigError, name, on=ConfigError):
+            spec = spec_of_arrays(name, images, classes)
         if mode is not None:
             how = msgspec.structs.replace(spec.preprocessing, image_mode=mode)
             spec = msgspec.structs.replace(spec, preprocessing=how)

@@ -14,6 +14,7 @@ from fedge import images
 from fedge.errors import MALFORMED, ConfigError, failing_as
 from fedge.files import write_atomically
 from fedge.loading import require_allowed
+from fedge.scaling import told
 from fedge.table import read_schema
 from fedge.task import Preprocessing, TaskSpec
 from fedge.tasks import arrays
@@ -27,6 +28,10 @@ _CLOTHES: Final = (
 _ACTIVITIES: Final = ("walking", "walking upstairs", "walking downstairs", "sitting", "standing", "laying")
 _DESCRIBED: Final = ("image-folder", "arrays")  # by their data
 _SIDE: Final = 32  # pixels; the user's images are resized to a square
+MOST_SCALES: Final = 10_000
+"""Columns or channels that get a scale each, or the task would outgrow a bundle's manifest; of more, all get one."""
+LITTLE: Final = 0.01
+"""Of a standard deviation: by less a mean may be off, and less of a channel is next to nothing."""
 
 BUILT_IN: Final = {
     "digits": TaskSpec(
@@ -130,13 +135,17 @@ def _of_images(data: Path) -> TaskSpec:
 
 def _of_arrays(data: Path) -> TaskSpec:
     table = arrays.read(data)
-    return spec_of_arrays("arrays", table["x"], arrays.class_names(table, data))
+    with failing_as(ConfigError, str(data), on=ConfigError):
+        return spec_of_arrays("arrays", table["x"], arrays.class_names(table, data))
 
 
 def spec_of_arrays(name: str, x: NDArray[Any], classes: tuple[str, ...]) -> TaskSpec:
     """A task of samples (n, *input_shape): a convolutional network for images of 16 pixels or more, else a perceptron.
 
-    Inputs are standardised over all values.
+    Inputs are standardised (`_standardised`).
+
+    Raises:
+        ConfigError: a number is so large that beside it the others would all be the same.
     """
     shape = x.shape[1:]
     return TaskSpec(
@@ -149,6 +158,42 @@ def spec_of_arrays(name: str, x: NDArray[Any], classes: tuple[str, ...]) -> Task
 
 
 def _standardised(x: NDArray[Any]) -> Preprocessing:
-    """Mean 0 and standard deviation 1 over all values, rounded to four digits for legibility."""
-    mean, std = (float(f"{value:.4g}") for value in (x.mean(dtype=np.float64), x.std(dtype=np.float64)))
-    return Preprocessing(mean=mean, std=std if std > 0 else 1.0)
+    """Mean 0 and standard deviation 1 of each column of samples (n, columns), else over all values.
+
+    Samples (n, channels, ...) whose channels differ far more from one another than each varies get a scale for each
+    channel: one scale for all would leave next to nothing of them.
+    """
+    mean, std = own_mean, own_std = _moments(x, axis=(0, *range(2, x.ndim)))
+    if x.ndim > 2 or x.shape[1] > MOST_SCALES:
+        mean, std = _moments(x)
+        if x.shape[1] <= MOST_SCALES and np.sqrt((own_std**2).mean()) < LITTLE * std:
+            mean, std = own_mean, own_std
+    _require_visible(x, std)
+    if mean.ndim:
+        return Preprocessing(mean=tuple(mean.tolist()), std=tuple(std.tolist()))
+    legible = float(f"{mean:.4g}")
+    return Preprocessing(mean=legible if abs(legible - mean) < LITTLE * std else float(mean), std=float(f"{std:.4g}"))
+
+
+def _moments(x: NDArray[Any], axis: tuple[int, ...] | None = None) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Mean and standard deviation along these axes; 1 for the deviation of what is constant."""
+    mean, std = x.mean(axis, dtype=np.float64), x.std(axis, dtype=np.float64)
+    return np.asarray(mean), np.where(x.max(axis) > x.min(axis), std, 1.0)
+
+
+def _require_visible(x: NDArray[Any], std: NDArray[np.float64]) -> None:
+    """Refuse a number beside which most others, though different, are the same once they are scaled.
+
+    Raises:
+        ConfigError: there is one, such as a value that stands for a missing one; the text says where.
+    """
+    if x.dtype.kind != "f":
+        return
+    axis = (0, *range(2, x.ndim)) if std.ndim else None
+    with np.errstate(over="ignore"):  # infinity is far enough
+        distance = np.abs(x - np.median(x, axis, keepdims=True))
+    spread = np.median(distance, axis, keepdims=True)
+    lost = (spread > 0) & (spread < np.finfo(np.float32).eps * std.reshape(spread.shape))
+    if lost.any():
+        at = np.unravel_index(int(np.argmax(np.where(lost, distance, 0))), x.shape)
+        raise ConfigError(told(x, at, "so large that all others look the same beside it"))

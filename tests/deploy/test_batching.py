@@ -1,6 +1,7 @@
 """Requests that come together share calls; each gets its own rows, and faults and limits touch those they must."""
 
 import asyncio
+import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,7 +12,7 @@ from deploy.batching import MAX_WAITING_BYTES, Batcher, BusyError
 from deploy.runtime import load
 from fedge.errors import ConfigError
 
-from .bundles import GOLDEN
+from .bundles import GOLDEN, variant
 from .serving import golden
 
 pytestmark = pytest.mark.torch_free
@@ -136,6 +137,22 @@ async def test_samples_of_a_wrong_shape_spoil_no_other_request(gate, pool):
     results = await asyncio.gather(*map(batcher.predict, (X[:1], wrong, X[:1])), return_exceptions=True)
 
     assert isinstance(results[1], ConfigError)
+    assert [len(results[i][1].class_index) for i in (0, 2)] == [1, 1]
+
+
+async def test_samples_that_cannot_be_scaled_spoil_no_other_request(pool, tmp_path):
+    narrow = json.loads((GOLDEN / "manifest.json").read_bytes())["task"]
+    narrow["preprocessing"]["std"] = 1e-3
+    model = Gate(load(variant(tmp_path / "narrow", release=4, task=narrow)))
+    model.open.set()
+    fill = np.full_like(X[:1], 3e38)
+
+    results = await asyncio.gather(
+        *map(Batcher(model.answer, pool).predict, (X[:1], fill, X[:1])), return_exceptions=True
+    )
+
+    assert isinstance(results[1], ConfigError)
+    assert "is 3e+38, so far from the task's mean" in str(results[1])
     assert [len(results[i][1].class_index) for i in (0, 2)] == [1, 1]
 
 

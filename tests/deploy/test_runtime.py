@@ -322,7 +322,14 @@ def test_untampered(bundle, expected):
     np.testing.assert_allclose(found.probabilities, expected["probabilities"], atol=1e-6)
 
 
-@pytest.mark.parametrize("x", [np.zeros((0, 8, 8)), np.full((1, 8, 8), np.nan), np.full((2, 8, 8), 1e300)])
-def test_no_samples_and_such_as_are_not_finite_are_refused(runtime, x):
-    with pytest.raises(ConfigError, match="one or more, and hold finite numbers"):
+@pytest.mark.parametrize(
+    ("x", "says"),
+    [
+        (np.zeros((0, 8, 8)), "one or more"),
+        (np.full((1, 8, 8), np.nan), r"sample 0, place \(0, 0, 0\) .* is nan, not a finite number"),
+        (np.full((2, 8, 8), 1e300), r"is 1e\+300, more than single precision holds"),
+    ],
+)
+def test_no_samples_and_such_as_are_not_finite_are_refused(runtime, x, says):
+    with pytest.raises(ConfigError, match=says):
         runtime.predict(x)

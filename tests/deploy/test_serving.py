@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from deploy import protocol
 from deploy.answering import Answering
 from deploy.examination import Limits
 from deploy.quality import WINDOW
@@ -18,7 +19,7 @@ from deploy.slots import Slots
 from fedge.errors import ConfigError
 
 from .bundles import GOLDEN, digest, other_gate, poor_gate, source, variant
-from .serving import body, golden, outputs, served
+from .serving import binary, body, golden, outputs, served
 
 pytestmark = pytest.mark.torch_free
 
@@ -59,6 +60,20 @@ async def test_a_picture():
         with pytest.raises(ConfigError, match="cannot read the image"):
             await model.infer(broken)
     assert found["class"]["data"] == EXPECTED["y"][:1].tolist()
+
+
+async def test_an_offset_costs_nothing_if_the_client_sends_it_in_full(tmp_path):
+    task = json.loads((GOLDEN / "manifest.json").read_bytes())["task"]
+    how = task["preprocessing"]
+    how |= {"scale": how["scale"] / 1000, "mean": how["mean"] + 101349 * 1000 / how["scale"]}
+    runtime = load(variant(tmp_path / "far", release=4, task=task))
+    shifted = X / 1000 + 101349  # in single precision a step of 1/1000 is lost
+    np.testing.assert_allclose(runtime.predict(shifted).probabilities, EXPECTED["probabilities"], atol=1e-4)
+    async with served(Fixed(runtime)) as model:
+        for request in ((body(shifted, "FP64"),), binary(shifted, "FP64")):
+            found = outputs(await model.infer(*request))["probabilities"]
+            np.testing.assert_allclose(found["data"], EXPECTED["probabilities"].ravel(), atol=1e-4)
+        assert protocol.metadata("digits", model.manifest)["inputs"][0]["datatype"] == "FP64"
 
 
 async def test_samples_of_another_shape_are_refused():

@@ -31,6 +31,41 @@ def test_scales_then_centres() -> None:
     np.testing.assert_allclose(x.ravel(), expected, rtol=1e-6)
 
 
+def test_a_scale_that_single_precision_can_compute_is_computed_so_to_the_last_bit() -> None:
+    raw = np.random.default_rng(0).random((5, 1, 2, 3)).astype(np.float32)
+    wanted = (raw - np.float32(0.5 * 4.0)) / np.float32(4.0 * 2.0)
+    assert np.array_equal(apply(GREY, raw), wanted)
+
+
+@pytest.mark.parametrize("offset", [101349.0, -1e6, 1e9])
+def test_an_offset_costs_nothing(offset: float) -> None:
+    signal = np.random.default_rng(0).standard_normal((50, 3, 5))
+    centred = np.stack([signal[:, 0], 1000 * signal[:, 1], signal[:, 2] / 1000], axis=1)
+    of_each = msgspec.structs.replace(
+        WINDOW, preprocessing=Preprocessing(mean=(offset, 0.0, offset), std=(1.0, 1000.0, 0.001))
+    )
+    x = centred + np.array([offset, 0, offset])[:, None]
+    np.testing.assert_allclose(apply(of_each, x), signal, atol=1e-3 if abs(offset) == 1e9 else 1e-5)
+    of_all = msgspec.structs.replace(WINDOW, preprocessing=Preprocessing(mean=offset / 2, std=0.5, scale=2.0))
+    np.testing.assert_allclose(apply(of_all, signal + offset), signal, atol=1e-6)
+    in_single = (signal + 101349).astype(np.float32)  # what a client sends that has no more
+    of_all = msgspec.structs.replace(WINDOW, preprocessing=Preprocessing(mean=101349.05, std=1.0))
+    np.testing.assert_allclose(apply(of_all, in_single), signal - 0.05, atol=2**-8)
+
+
+def test_what_no_network_can_see_is_refused_with_its_place() -> None:
+    x = np.zeros((4, 3, 5))
+    x[2, 1, 4] = 1e39
+    far = msgspec.structs.replace(WINDOW, preprocessing=Preprocessing(mean=1e38, std=1e36))
+    for task in (WINDOW, far):
+        with pytest.raises(ConfigError, match=r"sample 2, place \(1, 4\) .* is 1e\+39, more than single precision"):
+            apply(task, x)
+    x[2, 1, 4] = 3e38
+    narrow = msgspec.structs.replace(WINDOW, preprocessing=Preprocessing(std=0.1))
+    with pytest.raises(ConfigError, match=r"sample 2, place \(1, 4\) .* is 3e\+38, so far from the task's mean"):
+        apply(narrow, x)
+
+
 def test_accepts_channels_first_and_channels_last() -> None:
     first = np.random.default_rng(0).integers(0, 256, (5, 3, 2, 4), dtype=np.uint8)
     assert np.array_equal(apply(COLOUR, first), apply(COLOUR, np.moveaxis(first, 1, -1)))

@@ -93,6 +93,22 @@ def test_the_network_sees_each_column_scaled_by_the_schema_and_never_by_the_rows
     assert apply(task, x[:1]).tolist() == [[1, 1, 0]]
 
 
+def test_an_offset_costs_nothing_and_what_no_network_can_see_is_refused(tmp_path: Path) -> None:
+    columns = (Column(name="a", mean=101349.0, std=0.01), Column(name="b", categories=("x", "y")), Column(name="c"))
+    schema = Schema(target="s", classes=("0", "1"), columns=columns)
+    task = TaskSpec(
+        name="t", classes=("0", "1"), input_shape=(4,), model="mlp", preprocessing=Preprocessing(table=schema)
+    )
+    found = table.read(schema, written(tmp_path, "a,b,c,s\n101349.013,x,0.1,1\n101348.99,y,7,0\n"))
+    np.testing.assert_allclose(apply(task, found["x"]), [[1.3, 1, 0, 0.1], [-1, 0, 1, 7]], atol=1e-5)
+    for cell, says in (
+        ("3e38", "row 2: a is 3e\\+38, not finite once it is scaled"),
+        ("1e39", "row 2: a is not a num"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            table.read(schema, written(tmp_path, f"a,b,c,s\n1,x,0.1,1\n{cell},x,7,0\n"))
+
+
 def test_devices_read_marks_and_a_device_that_does_not_train_needs_no_target(tmp_path: Path) -> None:
     (tmp_path / "engines.toml").write_text(TOML)
     task = task_spec(str(tmp_path / "engines.toml"))

@@ -33,12 +33,32 @@ def test_any_change_changes_the_fingerprint(change: dict[str, object]) -> None:
 
 
 def test_a_task_survives_json() -> None:
-    assert msgspec.json.decode(msgspec.json.encode(TASK), type=TaskSpec) == TASK
+    columns = Preprocessing(mean=(101349.00000000001, 0.1, 0.0, 1 / 3), std=(1.0, 0.2, 5e-324, 1.0))
+    for task in (TASK, msgspec.structs.replace(TASK, preprocessing=columns)):
+        assert msgspec.json.decode(msgspec.json.encode(task), type=TaskSpec) == task
+
+
+def test_a_task_of_version_0_1_is_read_and_has_the_fingerprint_that_it_had() -> None:
+    text = (
+        b'{"name":"arrays","classes":["0","1"],"input_shape":[4],"model":"mlp","model_options":{},'
+        b'"preprocessing":{"scale":1.0,"mean":101300,"std":1.228,"image_mode":null}}'
+    )
+    task = msgspec.json.decode(text, type=TaskSpec)
+    assert (task.preprocessing.mean, task.preprocessing.std) == (101300.0, 1.228)
+    assert task.fingerprint() == "b547269c638d072f"
 
 
 @pytest.mark.parametrize(
     "change",
-    [b'"classes":["a"]', b'"input_shape":[]', b'"input_shape":[1,2,3,4]', b'"unknown":1', b'"preprocessing":{"std":0}'],
+    [
+        b'"classes":["a"]',
+        b'"input_shape":[]',
+        b'"input_shape":[1,2,3,4]',
+        b'"unknown":1',
+        b'"preprocessing":{"std":0}',
+        b'"preprocessing":{"mean":[0,1]}',
+        b'"preprocessing":{"std":[1,1,1,0]}',
+    ],
 )
 def test_a_task_that_cannot_be_is_refused(change: bytes) -> None:
     text = b'{"name":"t","model":"mlp","classes":["a","b"],"input_shape":[4],' + change + b"}"

@@ -55,6 +55,20 @@ def test_labels_and_shapes_must_fit_the_task(tmp_path: Path) -> None:
         device_data(WINDOWS, npz(tmp_path, x=np.zeros((20, 3))), seed=0)
 
 
+@pytest.mark.parametrize(("value", "says"), [(1e39, "more than single"), (3.3e38, "so far from"), (np.nan, "not a f")])
+@pytest.mark.parametrize("part", [0, 2])
+def test_a_number_that_no_network_can_see_is_refused_with_file_sample_and_column(
+    tmp_path: Path, value: float, says: str, part: int
+) -> None:
+    x = np.zeros((20, 2))
+    x[17, 1] = value
+    task = msgspec.structs.replace(WINDOWS, preprocessing=Preprocessing(std=0.1))
+    file = npz(tmp_path, x=x, split=np.full(20, part))
+    for read in (lambda: device_data(task, file, seed=0), lambda: device_inputs(task, file)):
+        with pytest.raises(ConfigError, match=rf"\.npz: sample 17, column 1 .*{says}"):
+            read()
+
+
 def test_a_folder_of_images(tmp_path: Path) -> None:
     for number in range(10):
         path = tmp_path / ("cat" if number < 5 else "dog") / f"{number}.png"
@@ -144,6 +158,12 @@ def test_a_task_of_the_users_own_reads_its_data(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "other_sensor.py").write_text(code.replace("np.zeros(3, np.int64)", "np.full(3, 2)"))
     task = msgspec.structs.replace(task, name="other_sensor:Sensor")
     with pytest.raises(ConfigError, match=f"cannot read {tmp_path}: labels from 2 to 2 found"):
+        device_data(task, tmp_path, seed=9)
+    (tmp_path / "broken_sensor.py").write_text(code.replace("seed, np.float32", "1e39"))
+    task = msgspec.structs.replace(task, name="broken_sensor:Sensor")
+    with pytest.raises(
+        ConfigError, match=r"of the training samples, sample 0, column 0 .* is 1e\+39, more than single"
+    ):
         device_data(task, tmp_path, seed=9)
     task = msgspec.structs.replace(task, name="my_sensor:Sensor", input_shape=(4,))
     with pytest.raises(ConfigError, match=rf"cannot read {tmp_path}: samples of shape \(2,\) found"):

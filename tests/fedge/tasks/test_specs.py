@@ -7,9 +7,10 @@ from PIL import Image
 
 from fedge import models
 from fedge.errors import ConfigError
+from fedge.preprocess import apply
 from fedge.task import TaskSpec
 from fedge.tasks import task_spec, write_task
-from fedge.tasks.specs import BUILT_IN
+from fedge.tasks.specs import BUILT_IN, MOST_SCALES, spec_of_arrays
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
@@ -81,6 +82,67 @@ def test_constant_arrays_and_image_arrays(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", x=np.full((4, 1, 16, 16), 7, np.uint8), y=[0, 1, 0, 1])
     spec = task_spec("arrays", tmp_path / "a.npz")
     assert (spec.model, spec.preprocessing.std) == ("cnn", 1.0)
+
+
+RNG = np.random.default_rng(0)
+SIGNAL = RNG.standard_normal((400, 3))
+
+
+def inputs(x: np.ndarray) -> np.ndarray:
+    """What the network sees of samples that describe their task."""
+    return apply(spec_of_arrays("t", x, ("a", "b")), x)
+
+
+@pytest.mark.parametrize("offset", [0.0, 101349.0, -2e8])
+@pytest.mark.parametrize("unit", [1.0, 1e-3, 1e6])
+def test_columns_are_standardised_each_whatever_their_offset_and_unit(offset: float, unit: float) -> None:
+    wanted = (SIGNAL - SIGNAL.mean(axis=0)) / SIGNAL.std(axis=0)
+    x = SIGNAL * [unit, 1.0, 1.0] + [offset, 0.0, offset]
+    np.testing.assert_allclose(inputs(x), wanted, atol=1e-3)
+    np.testing.assert_allclose(inputs(x[:, :1]), wanted[:, :1], atol=1e-3)
+
+
+def test_an_offset_of_samples_that_are_no_columns_is_kept_in_full() -> None:
+    windows = SIGNAL[:399].reshape(-1, 1, 21)
+    spec = spec_of_arrays("t", windows + 101349, ("a", "b"))
+    assert spec.preprocessing.mean == pytest.approx(windows.mean() + 101349, abs=1e-9)
+    np.testing.assert_allclose(inputs(windows + 101349), (windows - windows.mean()) / windows.std(), atol=1e-3)
+
+
+def test_channels_that_one_scale_would_leave_nothing_of_get_their_own() -> None:
+    windows = RNG.standard_normal((50, 2, 30))
+    pressure_and_acceleration = windows + np.array([[101349.0], [0.0]])
+    assert isinstance(spec_of_arrays("t", pressure_and_acceleration, ("a", "b")).preprocessing.mean, tuple)
+    assert inputs(pressure_and_acceleration).std(axis=(0, 2)) == pytest.approx([1, 1], abs=1e-3)
+    assert isinstance(spec_of_arrays("t", windows + np.array([[3.0], [0.0]]), ("a", "b")).preprocessing.mean, float)
+
+
+def test_columns_beyond_what_a_manifest_holds_share_a_scale() -> None:
+    spec = spec_of_arrays("t", RNG.random((2, MOST_SCALES + 1)), ("a", "b"))
+    assert isinstance(spec.preprocessing.mean, float)
+
+
+def test_a_constant_column_is_not_blown_up() -> None:
+    x = np.stack([np.full(30, 0.1), RNG.random(30)], axis=1)  # its deviation by numpy is 1e-17
+    spec = spec_of_arrays("t", x, ("a", "b"))
+    x[0, 0] = 0.2
+    assert np.abs(apply(spec, x)).max() < 10
+
+
+def test_four_digits_stand_where_more_would_change_nothing() -> None:
+    x = RNG.integers(0, 256, (20, 1, 8, 8)).astype(np.uint8)
+    spec = spec_of_arrays("t", x, ("a", "b"))
+    assert (spec.preprocessing.mean, spec.preprocessing.std) == (float(f"{x.mean():.4g}"), float(f"{x.std():.4g}"))
+
+
+@pytest.mark.parametrize("fill", [9.96920996838687e36, -3e38, 1e20])
+@pytest.mark.parametrize("shape", [(400, 3), (100, 3, 4)])
+def test_a_fill_value_beside_ordinary_numbers_is_refused(fill: float, shape: tuple[int, ...]) -> None:
+    x = np.resize(SIGNAL, shape)
+    x[(17, 2, *[1] * (len(shape) - 2))] = fill
+    with pytest.raises(ConfigError, match=r"sample 17, (column 2|place \(2, 1\)) .* so large that all others look"):
+        spec_of_arrays("t", x, ("a", "b"))
+    assert spec_of_arrays("t", np.exp(3 * SIGNAL), ("a", "b")).n_classes == 2  # a heavy tail is no fill value
 
 
 def test_without_data_or_with_a_wrong_name() -> None:

@@ -1,0 +1,49 @@
+"""In which precision samples are scaled, and which numbers a network cannot see. Its inputs are single precision."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+LARGEST: Final = float(np.finfo(np.float32).max)
+FAR: Final = 16
+"""Deviations. Of the 24 bits of single precision, a mean of up to 16 deviations costs 4."""
+
+
+def precision(mean: ArrayLike, std: ArrayLike) -> type[np.float32 | np.float64]:
+    """The type in which (x - mean) / std is computed: double if the mean is so large that single loses what is left."""
+    return np.float64 if (np.abs(mean) > FAR * np.asarray(std)).any() else np.float32
+
+
+def unfit(x: NDArray[Any], inputs: NDArray[np.float32] | None = None) -> str:
+    """What is wrong with the first sample that a network cannot see, and what to do; "": nothing.
+
+    x: (n, ...) numbers. inputs: the same, scaled; None: only x is looked at.
+    """
+    fits = _finite(x) if inputs is None else _finite(x) & np.isfinite(inputs)
+    if fits.all():
+        return ""
+    at = np.unravel_index(int(np.argmin(fits)), x.shape)
+    if not np.isfinite(x[at]):
+        return told(x, at, "not a finite number")
+    if not abs(x[at]) <= LARGEST:
+        return told(x, at, f"more than single precision holds ({LARGEST:.2g})")
+    return told(x, at, "so far from the task's mean that it is not finite once it is scaled")
+
+
+def told(x: NDArray[Any], at: tuple[np.intp, ...], fault: str) -> str:
+    """A sentence about the number of samples x (n, ...) at a place, and what to do."""
+    sample, *place = (int(i) for i in at)
+    where = f"column {place[0]}" if len(place) == 1 else f"place {tuple(place)}"
+    return (
+        f"sample {sample}, {where} (counted from 0) is {x[at]:.8g}, {fault}: if it stands for a missing value, fill it "
+        "in, or leave the sample out"
+    )
+
+
+def _finite(x: NDArray[Any]) -> NDArray[np.bool_]:
+    """Whether single precision can hold each number."""
+    fits: NDArray[np.bool_] = np.abs(x) <= LARGEST if x.dtype.kind == "f" and x.dtype.itemsize > 4 else np.isfinite(x)
+    return fits
