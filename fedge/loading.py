@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import re
+import sys
+import traceback
 from collections.abc import Container, Iterable
-from types import ModuleType
+from pathlib import Path
+from types import FrameType, ModuleType
 from typing import Any, Final
 from weakref import WeakValueDictionary
 
@@ -18,6 +22,11 @@ FINE_TUNED: Final = "+ft"
 """Follows the name of a method that is fine-tuned at the end."""
 
 OURS: Final = frozenset({"fedge", "edge_agent", "coordinator", "export", "deploy"})
+FAILURES: Final = (Exception, SystemExit)
+"""What a user's code may raise where we call it; Ctrl-C is not its own."""
+_COLOURS: Final = re.compile(r"\x1b\[[0-9;]*m")
+_LONGEST: Final = 300
+"""Characters of a reason: libraries put whole programs into theirs."""
 
 _held: WeakValueDictionary[str, Any] = WeakValueDictionary()
 _numbers = itertools.count(1)
@@ -102,6 +111,27 @@ def needs(error: ModuleNotFoundError, what: str, extra: str) -> Exception:
     if package in OURS:
         return error
     return ConfigError(f"{what} needs the package {package}: in fedge's clone, pip install '.[{extra}]'")
+
+
+def reason_of(error: BaseException) -> str:
+    """What a user's code, or a library that ran it, raised: kind, first line, and the user's line if one is involved.
+
+    Example:
+        >>> reason_of(ValueError("\\x1b[96mno such shape\\x1b[0m\\nfor more, see ..."))
+        'ValueError: no such shape'
+    """
+    lines = [line.strip() for line in _COLOURS.sub("", str(error)).splitlines() if line.strip()]
+    told = f"{type(error).__name__}: {lines[0][:_LONGEST]}" if lines else type(error).__name__
+    own = [place for frame, line in traceback.walk_tb(error.__traceback__) if (place := users_line(frame, line))]
+    return f"{told} ({own[-1]})" if own else told
+
+
+def users_line(frame: FrameType, line: int) -> str:
+    """The file and line of a frame that runs a user's code; empty: it is Python's, an installed package's or ours."""
+    path, package = Path(frame.f_code.co_filename), str(frame.f_globals.get("__name__")).split(".")[0]
+    if package in OURS or package in sys.stdlib_module_names - {"__main__"} or "site-packages" in path.parts:
+        return ""
+    return f"{path.name}, line {line}"
 
 
 def hold(thing: object) -> str:

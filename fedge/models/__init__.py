@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from fedge.errors import ConfigError
-from fedge.loading import load_object
+from fedge.loading import FAILURES, load_object, reason_of
 from fedge.models import torchvision_ops
 from fedge.models.networks import NETWORKS
 from fedge.task import TaskSpec
@@ -66,11 +66,41 @@ def _plain(task: TaskSpec) -> nn.Module:
     factory = load_object(task.model)
     try:
         module = copy.deepcopy(factory) if isinstance(factory, nn.Module) else _call(factory, task)
-    except Exception as error:
-        raise ConfigError(f"{task.model} fails with {type(error).__name__}: {error}") from error
+    except FAILURES as error:
+        raise ConfigError(f"{task.model} fails with {reason_of(error)}") from error
     if not isinstance(module, nn.Module):
         raise ConfigError(f"{task.model} returned {type(module).__name__}, not a torch.nn.Module")
+    require_usable(module, task)
     return module
+
+
+def require_usable(module: nn.Module, task: TaskSpec) -> None:
+    """Refuse a network whose tensors cannot be sent, averaged and put back by name.
+
+    Raises:
+        ConfigError: it is scripted or compiled, or a tensor has no shape yet, no elements, or a wrong type.
+    """
+    for name, layer in module.named_modules():
+        if (maker := _maker_of(layer)) is not None:
+            what = f"its layer {name}" if name else "it"
+            raise ConfigError(f"{task.model}: {what} was made by {maker}: give the torch.nn.Module that it was made of")
+    for name, tensor in state(module):
+        if nn.parameter.is_lazy(tensor):  # type: ignore[no-untyped-call]
+            do = "name the sizes, as in torch.nn.Linear(64, 32) instead of LazyLinear(32)"
+            raise ConfigError(f"{task.model}: tensor {name} is lazy, it has no shape before the first input: {do}")
+        if not tensor.numel():
+            raise ConfigError(
+                f"{task.model}: tensor {name} of shape {tuple(tensor.shape)} has no elements: leave it out, or check "
+                "the sizes that the network is given"
+            )
+        _info(name, tensor, "")
+
+
+def _maker_of(layer: nn.Module) -> str | None:
+    """What turned a layer into code that nothing can look into or export; None: nothing did."""
+    if isinstance(layer, torch.jit.RecursiveScriptModule):
+        return "torch.jit.script"
+    return "torch.compile" if hasattr(layer, "_orig_mod") else None
 
 
 def _call(factory: Callable[..., object], task: TaskSpec) -> object:
@@ -84,7 +114,7 @@ def initial(task: TaskSpec, seed: int) -> tuple[Layout, Model]:
     """Layout and initial weights of the task's network: equal seeds, equal bytes. Leaves the global generator alone.
 
     Raises:
-        ConfigError: as `build`.
+        ConfigError: as `build`; or a weight is NaN or infinite.
     """
     from fedge.models import adapters
 
@@ -95,6 +125,11 @@ def initial(task: TaskSpec, seed: int) -> tuple[Layout, Model]:
         adapters.begin(module, task)
     layout = layout_of(module, head_name(module, task))
     tell_fresh_head(task, layout)
+    if wrong := [name for name, own in state(module) if own.is_floating_point() and not own.isfinite().all()]:
+        raise ConfigError(
+            f"{task.model} begins with NaN or infinity in {', '.join(wrong[:4])}: initialise these weights, or give "
+            "weights that are finite"
+        )
     return layout, dump(module, layout)
 
 
@@ -142,11 +177,13 @@ def _gives_the_logits(layer: nn.Linear, module: nn.Module, task: TaskSpec) -> bo
     try:
         with listening([layer], replace), torch.no_grad(), torch.random.fork_rng(devices=[]):
             found = module.eval()(x)
-    except Exception as error:
-        raise ConfigError(f"{task.model} does not take inputs (n, *{task.input_shape}): {error}") from error
+    except FAILURES as error:
+        taken = f"(n, {', '.join(map(str, task.input_shape))})"
+        raise ConfigError(f"{task.model} does not take inputs {taken}: {reason_of(error)}") from error
     finally:
         module.train(training)
-    return seen == [(4, layer.in_features)] and torch.equal(found, wanted)
+    is_one = isinstance(found, torch.Tensor) and found.shape == wanted.shape
+    return is_one and seen == [(4, layer.in_features)] and torch.equal(found, wanted)
 
 
 def head_of(module: nn.Module, layout: Layout) -> nn.Linear:

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from fedge.errors import ConfigError
-from fedge.loading import code_in, hold, is_held, load_object, load_role, needs
+from fedge.loading import code_in, hold, is_held, load_object, load_role, needs, reason_of
 
 
 def test_loads_what_a_path_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,3 +88,29 @@ def test_what_is_no_path_imports_nothing(path: str, tmp_path: Path, monkeypatch:
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match=r"write package\.module:name"):
         load_object(path)
+
+
+def test_what_a_users_code_raised_is_one_line_with_the_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_failing_network.py").write_text("def net():\n    int('\\x1b[1mseven\\x1b[0m\\nand more')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match="seven") as raised:
+        load_object("my_failing_network:net")()
+    told = reason_of(raised.value)
+    assert told.startswith("ValueError: invalid literal for int()")
+    assert told.endswith("(my_failing_network.py, line 2)")
+    assert "\x1b[" not in told
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (KeyError("weights"), "KeyError: 'weights'"),
+        (AssertionError(), "AssertionError"),
+        (RuntimeError("\n\x1b[96mThis is step 1/3\x1b[0m\nNext steps: ..."), "RuntimeError: This is step 1/3"),
+        (ValueError("x" * 1000), "ValueError: " + "x" * 300),
+    ],
+)
+def test_the_rest_of_a_long_reason_is_left_out(error: Exception, told: str) -> None:
+    assert reason_of(error) == told

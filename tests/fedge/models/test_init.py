@@ -122,8 +122,56 @@ def test_a_network_without_such_a_layer_is_not_split_at_another_one(net: nn.Modu
 
 def test_a_network_that_does_not_take_the_tasks_inputs_is_refused_before_anything_runs(user: types.ModuleType) -> None:
     user.net = lambda _: nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
-    with pytest.raises(ConfigError, match=r"networks_of_a_user:net does not take inputs \(n, \*\(6,\)\)"):
+    with pytest.raises(ConfigError, match=r"networks_of_a_user:net does not take inputs \(n, 6\)"):
         models.initial(TOY, 3)
+
+
+def not_finite() -> nn.Module:
+    net = Early()
+    nn.init.constant_(net.head.bias, float("nan"))
+    return net
+
+
+def exits() -> nn.Module:
+    raise SystemExit("no licence")
+
+
+@pytest.mark.parametrize(
+    ("net", "told"),
+    [
+        (lambda: nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 3)), "tensor 0.weight is lazy, it has no shape"),
+        (lambda: torch.jit.script(Early()), "it was made by torch.jit.script: give the torch.nn.Module"),
+        (lambda: nn.Sequential(torch.jit.script(nn.ReLU())), "its layer 0 was made by torch.jit.script"),
+        (lambda: torch.compile(Early()), "it was made by torch.compile: give the torch.nn.Module"),
+        (lambda: nn.Sequential(nn.Linear(6, 3), nn.ParameterList([torch.zeros(0, 4)])), "shape (0, 4) has no elements"),
+        (lambda: Early().double(), "tensor head.weight is torch.float64; a network may have float32"),
+        (lambda: nn.Sequential(nn.Linear(6, 3), nn.Embedding(3, 2)).half(), "tensor 0.weight is torch.float16"),
+        (not_finite, "begins with NaN or infinity in head.bias: initialise these weights"),
+        (exits, "fails with SystemExit: no licence (test_init.py, line"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_what_cannot_be_sent_by_name_is_refused_in_a_sentence(
+    net: Callable[[], nn.Module], told: str, user: types.ModuleType
+) -> None:
+    user.net = net
+    with pytest.raises(ConfigError) as refused:
+        models.initial(TOY, 3)
+    assert told in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("answer", [dict, list, lambda *_: None])
+def test_a_network_that_answers_with_no_tensor_has_no_head(
+    answer: Callable[[object], object], user: types.ModuleType
+) -> None:
+    class Other(Early):
+        def forward(self, x: torch.Tensor) -> object:
+            return answer([("logits", super().forward(x))])
+
+    user.net = lambda _: Other()
+    layout, _ = models.initial(TOY, 3)
+    assert not [info for info in layout.tensors if info.layer == "head"]
 
 
 def test_load_after_dump_gives_an_equal_network_with_its_statistics() -> None:
