@@ -13,9 +13,10 @@ import hashlib
 import inspect
 import io
 import os
+import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -25,6 +26,7 @@ import numpy as np
 from fedge.bundle import INPUT, LOGITS
 from fedge.errors import ConfigError, StoreError
 from fedge.files import cache_folder, write_atomically
+from fedge.loading import reason_of
 from fedge.task import TaskSpec
 
 if TYPE_CHECKING:
@@ -35,6 +37,8 @@ OPSET: Final = 20
 IR_VERSION: Final = 9
 _FORMAT: Final = 2
 """Raised when a change here makes graphs that were cached on disk useless."""
+_TERMINAL: Final = (1, 2)
+"""Where a process prints: standard output and standard error."""
 
 _known: dict[str, bytes] = {}
 
@@ -66,13 +70,17 @@ def branch(task: TaskSpec) -> onnx.ModelProto:
 
 
 def _key(task: TaskSpec, module: torch.nn.Module) -> str:
-    """A key of everything the graph depends on: the task, the layers, their code, the exporter's versions."""
+    """A key of all that the graph depends on: task, layers, their code and constants, the exporter's versions."""
     import onnx
     import torch
 
+    from fedge.models.constants import constants, digest
+
     own = {type(m) for m in module.modules() if not type(m).__module__.startswith("torch.")}
     sources = sorted(_source(kind) for kind in own)
-    architecture = [task.model, task.model_options, task.input_shape, task.n_classes, repr(module), sources]
+    # what was computed from weights (torch's older weight_norm) is computed again from others
+    held = {place: digest(v) for place, v in constants(module).items() if getattr(v, "grad_fn", None) is None}
+    architecture = [task.model, task.model_options, task.input_shape, task.n_classes, repr(module), sources, held]
     versions = [_FORMAT, OPSET, str(torch.__version__), onnx.__version__]
     return hashlib.sha256(msgspec.json.encode([architecture, versions], order="deterministic")).hexdigest()
 
@@ -114,20 +122,49 @@ def _read(file: Path) -> bytes | None:
 def _export(task: TaskSpec, module: torch.nn.Module) -> onnx.ModelProto:
     import torch
 
-    tensors = _randomise(module)
+    from fedge.models import aliases
+
+    tensors, other_names = _randomise(module), aliases(module)
+    if taken := sorted(tensors.keys() & {INPUT, LOGITS}):
+        raise ConfigError(
+            f"the network of task {task.name} has a tensor called {' and one called '.join(taken)}, as the input and "
+            f"the output of its graph are ({INPUT}, {LOGITS}): give it another name"
+        )
     sample = torch.zeros(2, *task.input_shape)
     faults = []
     for attempt in (_dynamo, _torchscript):
         try:
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), _silence():
                 warnings.simplefilter("ignore")  # of the exporter about itself
                 model = attempt(module, sample)
-            return _named(model, tensors)
+            return _under_one_name(_named(model, tensors), other_names)
         except Exception as error:  # noqa: BLE001 exporters raise anything; the next one may do better
-            faults.append(
-                f"{attempt.__name__.strip('_')}: {str(error).strip().splitlines()[0] if str(error) else error!r}"
-            )
+            faults.append(f"{attempt.__name__.strip('_')}: {reason_of(_cause(error))}")
     raise ConfigError(f"the network of task {task.name} cannot be exported to ONNX ({'; '.join(faults)})")
+
+
+def _cause(error: BaseException) -> BaseException:
+    """The first of a chain of errors: the exporter's own says only in which of its parts it failed."""
+    return error if error.__cause__ is None else _cause(error.__cause__)
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Nothing reaches the terminal: an exporter that fails prints pages of its graph, past Python's own streams."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    kept = [os.dup(number) for number in _TERMINAL]
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        for number in _TERMINAL:
+            os.dup2(nowhere, number)
+        with Path(os.devnull).open("w") as void, redirect_stdout(void), redirect_stderr(void):
+            yield
+    finally:
+        for number, before in zip(_TERMINAL, kept, strict=True):
+            os.dup2(before, number)
+            os.close(before)
+        os.close(nowhere)
 
 
 def _dynamo(module: torch.nn.Module, sample: torch.Tensor) -> onnx.ModelProto:
@@ -223,6 +260,28 @@ def _named(model: onnx.ModelProto, tensors: dict[str, np.ndarray]) -> onnx.Model
         ],
     )
     return onnx.helper.make_model(clean, opset_imports=list(model.opset_import), ir_version=IR_VERSION)
+
+
+def _under_one_name(model: onnx.ModelProto, other_names: Mapping[str, str]) -> onnx.ModelProto:
+    """The graph with each tensor of several names under the one that a model has it by."""
+    used = [i for i in model.graph.initializer if i.name in other_names]
+    there = {i.name for i in model.graph.initializer}
+    for initializer in used:
+        name = other_names[initializer.name]
+        if name in there:
+            model.graph.initializer.remove(initializer)
+        initializer.name = name
+        there.add(name)
+    _rename(model.graph, other_names)
+    return model
+
+
+def _rename(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
+    for node in graph.node:
+        node.input[:] = [names.get(name, name) for name in node.input]
+        for attribute in node.attribute:
+            for inner in (attribute.g, *attribute.graphs):
+                _rename(inner, names)
 
 
 def _stripped(node: onnx.NodeProto) -> onnx.NodeProto:

@@ -114,10 +114,10 @@ def needs(error: ModuleNotFoundError, what: str, extra: str) -> Exception:
 
 
 def reason_of(error: BaseException) -> str:
-    """What a user's code, or a library that ran it, raised: kind, first line, and the user's line if one is involved.
+    r"""What a user's code, or a library that ran it, raised: kind, first line, and the user's line if one is involved.
 
     Example:
-        >>> reason_of(ValueError("\\x1b[96mno such shape\\x1b[0m\\nfor more, see ..."))
+        >>> reason_of(ValueError("\x1b[96mno such shape\x1b[0m\nfor more, see ..."))
         'ValueError: no such shape'
     """
     lines = [line.strip() for line in _COLOURS.sub("", str(error)).splitlines() if line.strip()]

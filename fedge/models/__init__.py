@@ -85,7 +85,7 @@ def require_usable(module: nn.Module, task: TaskSpec) -> None:
             what = f"its layer {name}" if name else "it"
             raise ConfigError(f"{task.model}: {what} was made by {maker}: give the torch.nn.Module that it was made of")
     for name, tensor in state(module):
-        if nn.parameter.is_lazy(tensor):  # type: ignore[no-untyped-call]
+        if nn.parameter.is_lazy(tensor):
             do = "name the sizes, as in torch.nn.Linear(64, 32) instead of LazyLinear(32)"
             raise ConfigError(f"{task.model}: tensor {name} is lazy, it has no shape before the first input: {do}")
         if not tensor.numel():
@@ -98,7 +98,7 @@ def require_usable(module: nn.Module, task: TaskSpec) -> None:
 
 def _maker_of(layer: nn.Module) -> str | None:
     """What turned a layer into code that nothing can look into or export; None: nothing did."""
-    if isinstance(layer, torch.jit.RecursiveScriptModule):
+    if isinstance(layer, torch.jit._script.RecursiveScriptModule):  # noqa: SLF001 - a traced one can be looked into
         return "torch.jit.script"
     return "torch.compile" if hasattr(layer, "_orig_mod") else None
 
@@ -247,6 +247,14 @@ def state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     persistent = module.state_dict().keys()
     yield from module.named_parameters()
     yield from ((name, buffer) for name, buffer in module.named_buffers() if name in persistent)
+
+
+def aliases(module: nn.Module) -> dict[str, str]:
+    """The further names of tensors that have several, each with the name in `state`: layers may share a weight."""
+    names = {id(tensor): name for name, tensor in state(module)}
+    every = (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
+    found = {name: names[id(tensor)] for each in every for name, tensor in each if id(tensor) in names}
+    return {name: first for name, first in found.items() if name != first}
 
 
 def _layer(layer: nn.Module) -> str:

@@ -107,7 +107,8 @@ def begin(module: nn.Module, task: TaskSpec) -> None:
     if ref is None:
         return
     with failing_as(ConfigError, f"the weights of {task.model} are not a safetensors file", on=ProtocolError):
-        found = views_of(weights.read(ref.digest))
+        known = models.aliases(module)
+        found = {known.get(name, name): array for name, array in views_of(weights.read(ref.digest)).items()}
     own = dict(models.state(module))
     head = models.head_name(module, task)
     of_head = {f"{head}.weight", f"{head}.bias"}

@@ -10,9 +10,15 @@ from torch import nn
 
 import export.branch as branch_module
 from export.branch import branch
+from export.graph import single
+from export.parity import run
+from fedge.bundle import slot
 from fedge.errors import ConfigError
 from fedge.files import cache_folder
+from fedge.loading import hold
+from fedge.models import initial
 from fedge.task import TaskSpec
+from fedge.tensors import to_bytes, unflatten
 
 
 def task(model, shape=(1, 8, 8)):
@@ -98,6 +104,97 @@ def test_the_older_exporter_serves_where_the_newer_fails(monkeypatch, network):
 def test_what_cannot_be_exported_is_named():
     with pytest.raises(ConfigError, match="network of task t cannot be exported to ONNX"):
         branch(task(f"{__name__}:untraceable"))
+
+
+class _Svd(nn.Module):
+    def forward(self, x):
+        return torch.linalg.svdvals(x.flatten(1)[:, :9].reshape(-1, 3, 3))
+
+
+class _ByValue(nn.Module):
+    def forward(self, x):
+        flat = x.flatten(1)
+        return flat[:, :3] if flat.sum() > 0 else flat[:, 3:6]
+
+
+def test_an_exporter_that_fails_says_why_in_a_line_and_prints_nothing(capfd):
+    with pytest.raises(ConfigError) as refused:
+        branch(task(hold(net := _Svd())))
+    assert "No ONNX function found for <OpOverload(op='aten._linalg_svd'" in str(refused.value)
+    assert not {"\n", "\x1b"} & set(str(refused.value))
+    branch(task(hold(net := _ByValue())))
+    assert isinstance(net, _ByValue)
+    assert capfd.readouterr() == ("", "")
+
+
+class _Named(nn.Module):
+    def __init__(self, name):
+        super().__init__()
+        self.name = name
+        setattr(self, name, nn.Parameter(torch.zeros(64, 3)))
+
+    def forward(self, pixels):
+        return pixels.flatten(1) @ getattr(self, self.name)
+
+
+@pytest.mark.parametrize("name", ["x", "logits"])
+def test_a_tensor_that_is_called_as_the_graphs_own_is_refused(name):
+    net = _Named(name)
+    with pytest.raises(ConfigError, match=f"has a tensor called {name}, as the input and the output .*another name"):
+        branch(task(hold(net)))
+
+
+@pytest.mark.parametrize("name", ["gate", "probabilities", "n", "matmul", "val_0", "view", "scale"])
+def test_other_names_of_a_graph_do_no_harm(name):
+    net = _Named(name)
+    assert weights(branch(task(hold(net)))) == {name: (64, 3)}
+
+
+class _Shared(nn.Module):
+    """A weight that two layers have, and a block that is registered twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.second.weight = self.first.weight
+        self.block = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64))
+        self.again = self.block
+        self.last = nn.Linear(64, 3)
+
+    def forward(self, x):
+        return self.last(self.again(self.block(self.second(self.first(x.flatten(1)).relu()))))
+
+
+def test_a_tensor_of_two_names_is_in_the_graph_under_the_one_that_models_have(tmp_path):
+    net = _Shared()
+    spec = task(hold(net))
+    model = branch(spec)
+    block = {f"block.{name}": (64,) for name in ("0.bias", "1.weight", "1.bias", "1.running_mean", "1.running_var")}
+    one = {"first.weight": (64, 64), "first.bias": (64,), "second.bias": (64,), "block.0.weight": (64, 64)}
+    assert weights(model) == one | block | {"last.weight": (3, 64), "last.bias": (3,)}
+    layout, first = initial(spec, 0)
+    part = to_bytes(unflatten(first, layout))
+    (tmp_path / slot(0)).write_bytes(part)
+    x = np.random.default_rng(0).random((5, 1, 8, 8), np.float32)
+    (found,) = run(single(spec, part), tmp_path, x)
+    np.testing.assert_allclose(found, net.eval()(torch.from_numpy(x)).detach().numpy(), atol=1e-5)
+
+
+class _Shifted(nn.Module):
+    def __init__(self, shift):
+        super().__init__()
+        self.shift = shift
+        self.last = nn.Linear(64, 3)
+
+    def forward(self, x):
+        return self.last(x.flatten(1) + self.shift)
+
+
+def test_other_constants_give_another_graph():
+    nets = [_Shifted(torch.full((64,), number)) for number in (1.0, 2.0, 1.0)]
+    here = task(f"{__name__}:with_batch_norm")
+    assert len({branch_module._key(here, net) for net in nets}) == 2
+    assert len({branch_module._key(here, _Shifted(shift)) for shift in (1.0, 2.0)}) == 2
 
 
 def test_torch_is_asked_once():

@@ -90,9 +90,7 @@ def test_what_is_no_path_imports_nothing(path: str, tmp_path: Path, monkeypatch:
         load_object(path)
 
 
-def test_what_a_users_code_raised_is_one_line_with_the_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_users_code_raised_is_one_line_with_the_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_failing_network.py").write_text("def net():\n    int('\\x1b[1mseven\\x1b[0m\\nand more')\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ValueError, match="seven") as raised:
