@@ -60,6 +60,8 @@ def with_network(
 ) -> TaskSpec:
     """The task with another network, its initial weights, and the selection of what is trained.
 
+    What another network turns into whole numbers is not scaled (`fedge.models.lookups`).
+
     Args:
         task: whose own network is used if `model` is None.
         model: as `TaskSpec.model`.
@@ -79,7 +81,11 @@ def with_network(
     task = msgspec.structs.replace(task, model=model or task.model, model_options=options)
     if ADAPT in options and WEIGHTS not in options:
         raise ConfigError("--adapt keeps most of the network as it is: say what it is, with --weights FILE.safetensors")
-    return task
+    if model is None:
+        return task
+    from fedge.models.lookups import leave_lookups  # torch: only the network itself shows what it does
+
+    return leave_lookups(task)
 
 
 def named(task: TaskSpec) -> BlobRef | None:

@@ -10,7 +10,7 @@ needs neither.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -25,6 +25,7 @@ from fedge.tasks import arrays
 from fedge.tasks.pool import Pool
 from fedge.tasks.pool import pool as read_pool
 from fedge.tasks.specs import spec_of_arrays
+from fedge.weights import with_network
 
 _CHANNELS = (1, 3)  # of an image: grey or colour
 
@@ -125,8 +126,7 @@ class Task:
     def _made(cls, pool: Pool, model: object) -> Self:
         if model is None:
             return cls(pool)
-        spec = msgspec.structs.replace(pool.spec, model=name_of(model), model_options={})
-        return cls(Pool(pool.x, pool.y, spec, pool.user, pool.block), model)
+        return cls(replace(pool, spec=with_network(pool.spec, name_of(model))), model)
 
 
 def name_of(model: object) -> str:
