@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from coordinator.aggregation import rules
-from coordinator.aggregation.mean import Average, Factors, cluster_averages
+from coordinator.aggregation.mean import Average, Share, Shares, cluster_averages
 from coordinator.protection import Protection
 from fedge.codec import Norms
 from fedge.tensors import Layout, Model
@@ -30,7 +30,7 @@ def guarded_averages(
     Args:
         changes: updates by ascending client id; finite; each is read once.
         norms: of each of them.
-        sizes: as in `cluster_averages`; unverified claims, which `clipped` limits to twice the median.
+        sizes: as in `cluster_averages`; unverified claims, which `clipped` limits to twice the median of a cluster.
         members: for each cluster the positions of its members.
         layout: of the updates.
         protection: the rule. In a cluster of fewer than three members every rule is the mean.
@@ -38,28 +38,41 @@ def guarded_averages(
     Raises:
         ValueError: as `cluster_averages`.
     """
-    weights = believed(sizes, protection)
-    if protection.average == "mean":
-        return cluster_averages(changes, weights, members, layout)
-    if protection.average == "clipped":
-        return cluster_averages(changes, weights, members, layout, shortened(norms, weights, members))
+    if protection.average in {"mean", "clipped"}:
+        return cluster_averages(changes, sizes, members, layout, shares(norms, sizes, members, protection))
     rows = list(changes)
     return tuple(_robust([rows[i] for i in own], layout, protection) for own in members)
 
 
 def believed(sizes: Sequence[float], protection: Protection) -> Sequence[float]:
-    """The weight of each update: its samples, those limited to twice the median, or one, by the rule."""
+    """The weights of a cluster's members: their samples, those limited to twice the median, or one, by the rule."""
     if protection.average == "mean":
         return sizes
-    return rules.bounded(sizes) if protection.average == "clipped" else [1.0] * len(sizes)
+    if protection.average != "clipped":
+        return [1.0] * len(sizes)
+    most = rules.FACTOR * rules.usual([size for size in sizes if size > 0])
+    return [min(size, most) for size in sizes]
 
 
-def shortened(norms: Sequence[Norms], weights: Sequence[float], members: Sequence[Sequence[int]]) -> Factors:
-    """Factors that shorten updates in each cluster (`rules.factors`), for parameters and buffers separately."""
-    found: dict[tuple[int, int], tuple[float, float]] = {}
-    for k, own in enumerate(members):
-        pairs = zip(*(rules.factors([weights[i] * norms[i][part] for i in own]) for part in range(2)), strict=True)
-        found |= {(k, i): pair for i, pair in zip(own, pairs, strict=True) if pair != (1.0, 1.0)}
+def shares(
+    norms: Sequence[Norms], sizes: Sequence[float], members: Sequence[Sequence[int]], protection: Protection
+) -> Shares:
+    """How updates count that `clipped` makes lighter or shorter, in each cluster by its own members.
+
+    A mean of equal updates is that update: twice the median of weight times norm is then no less than what twice the
+    median weight moves. Updates with n_i = 0 are not averaged and say nothing of what is usual.
+    """
+    found: dict[tuple[int, int], Share] = {}
+    for k, members_of_k in enumerate(members if protection.average == "clipped" else ()):
+        own = [i for i in members_of_k if sizes[i] > 0]
+        weights = believed([sizes[i] for i in own], protection)
+        of_parts = [
+            rules.factors([weight * norms[i][part] for i, weight in zip(own, weights, strict=True)], zeros=True)
+            for part in range(2)
+        ]
+        for i, share in zip(own, map(Share, weights, *of_parts), strict=True):
+            if share != Share(sizes[i]):
+                found[k, i] = share
     return found
 
 

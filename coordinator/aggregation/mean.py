@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -110,8 +110,16 @@ class Average:
         return Model((start.params + self.params).astype(np.float32), self.buffers.astype(np.float32), self.counters)
 
 
-Factors = Mapping[tuple[int, int], tuple[float, float]]
-"""By (cluster, model): by what the parameters and the buffers of a model are multiplied; those not there by 1."""
+class Share(NamedTuple):
+    """How a model counts in a cluster: its weight, and by what its parameters and its buffers are multiplied."""
+
+    weight: float
+    params: float = 1.0
+    buffers: float = 1.0
+
+
+Shares = Mapping[tuple[int, int], Share]
+"""By (cluster, model); those not there have the weight of their size, and are multiplied by 1."""
 
 
 def cluster_averages(
@@ -119,7 +127,7 @@ def cluster_averages(
     sizes: Sequence[float],
     members: Sequence[Collection[int]],
     layout: Layout,
-    factors: Factors = MappingProxyType({}),
+    shares: Shares = MappingProxyType({}),
 ) -> tuple[Average | None, ...]:
     """Average models (or updates) within clusters, each model read once (Eq. 5).
 
@@ -128,7 +136,7 @@ def cluster_averages(
         sizes: n_i of each model, samples, >= 0. A model with n_i = 0 carries no weight.
         members: for each cluster k the positions of its members among the models; clusters may overlap or be empty.
         layout: of the models.
-        factors: how much shorter updates count.
+        shares: those that count otherwise in a cluster than by their size; n_i is then the weight there.
 
     Returns:
         omega_k = sum over members of (n_i / sum n) w_i; buffers likewise, counters by maximum. None where the weights
@@ -155,9 +163,9 @@ def cluster_averages(
         if model.counters.shape != (n_counters,):
             raise ValueError(f"model {i}: counters have shape {model.counters.shape}, expected {(n_counters,)}")
         try:
-            for together, (of_params, of_buffers) in _by_factor(i, clusters, factors):
-                params.add(model.params, size, together, of_params)
-                buffers.add(model.buffers, size, together, of_buffers)
+            for share, together in _by_share(i, size, clusters, shares):
+                params.add(model.params, share.weight, together, share.params)
+                buffers.add(model.buffers, share.weight, together, share.buffers)
         except ValueError as error:
             raise ValueError(f"model {i}: {error}") from error
         for k in clusters if size else ():
@@ -165,19 +173,19 @@ def cluster_averages(
         del model  # before the next one is asked for
     if waiting:
         raise ValueError(f"there are fewer models than the {len(sizes)} sizes")
-    totals = [sum(sizes[i] for i in of_cluster) for of_cluster in members]
+    totals = [sum(shares.get((k, i), Share(sizes[i])).weight for i in own) for k, own in enumerate(members)]
     return tuple(
         None if p is None or b is None else Average(p, b, c, n)
         for p, b, c, n in zip(params.means(), buffers.means(), counters, totals, strict=True)
     )
 
 
-def _by_factor(i: int, clusters: list[int], factors: Factors) -> list[tuple[list[int], tuple[float, float]]]:
-    """The clusters of a model, grouped by equal factors."""
-    found: dict[tuple[float, float], list[int]] = {}
+def _by_share(i: int, size: float, clusters: list[int], shares: Shares) -> list[tuple[Share, list[int]]]:
+    """The clusters of a model, grouped by equal shares."""
+    found: dict[Share, list[int]] = {}
     for k in clusters:
-        found.setdefault(factors.get((k, i), (1.0, 1.0)), []).append(k)
-    return [(together, pair) for pair, together in found.items()]
+        found.setdefault(shares.get((k, i), Share(size)), []).append(k)
+    return list(found.items())
 
 
 def averaged(models: Iterable[Model], sizes: Sequence[float], layout: Layout) -> Average:

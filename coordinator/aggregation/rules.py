@@ -30,22 +30,36 @@ ITERATIONS: Final = 3
 Vector = NDArray[np.float64]
 
 
-def usual(values: Sequence[float]) -> float:
-    """The median of the positive values; infinite where they are fewer than three."""
+def usual(values: Sequence[float], *, zeros: bool = False) -> float:
+    """The median of what devices say; infinite of fewer than three values, or where all are 0.
+
+    `zeros`: a 0 counts as any other number. Else it says nothing, and of one or two others the smaller is usual.
+
+    Example:
+        >>> usual([0.0, 1.0, 1e6]), usual([1.0, 2.0, 9.0, 0.0]), usual([1.0, 9.0])
+        (1.0, 2.0, inf)
+        >>> usual([0.0, 0.0, 1e6], zeros=True)
+        0.0
+    """
     positive = [value for value in values if value > 0]
-    return float(np.median(positive)) if len(positive) >= FEWEST else math.inf
+    if len(values) < FEWEST or not positive:
+        return math.inf
+    if zeros or len(positive) >= FEWEST:
+        return float(np.median(values if zeros else positive))
+    return min(positive)
 
 
-def factors(shares: Sequence[float], times: float = FACTOR) -> list[float]:
-    """By what to multiply each update, min(1, 2 median / share); all 1 where fewer than three have a share.
+def factors(shares: Sequence[float], times: float = FACTOR, *, zeros: bool = False) -> list[float]:
+    """By what to multiply each update, min(1, 2 median / share); all 1 where there are fewer than three.
 
     `shares`: how far each update moves the sum, its weight times its norm. `times`: what the median is multiplied by.
+    `zeros`: as in `usual`.
 
     Example:
         >>> factors([1.0, 2.0, 1.0, 10.0])
         [1.0, 1.0, 1.0, 0.3]
     """
-    bound = times * usual(shares)
+    bound = times * usual(shares, zeros=zeros)
     return [bound / share if share > bound else 1.0 for share in shares]
 
 

@@ -297,7 +297,7 @@ class Shards:
             for i, direction in found[block][1].items():
                 note(i, direction)
         return [
-            SiteMean(k, mean, mean.n_samples)
+            SiteMean(k, mean, tuple(asked[block].sums[k]))
             for block in asked
             for k, mean in enumerate(found[block][0])
             if mean is not None

@@ -349,7 +349,7 @@ class RelayFleet(Fleet):
                 lengths = codec.check(self.get_bytes(ref), ref.codec, wanted.layout)
                 fits = all(length <= ROUNDED * most + NOTHING for length, most in zip(lengths, longest, strict=True))
                 require(fits, f"a mean of norms {lengths}, of updates that allow {longest}")
-                found.append(SiteMean(k, self._fleet.get(ref, wanted.layout), weight))
+                found.append(SiteMean(k, self._fleet.get(ref, wanted.layout), tuple(f"{via}.{i}" for i in of)))
         if result.directions is not None:
             d = wanted.layout.n_params
             shape = (d if d <= mctc.LARGE else mctc.PROJECTED,)

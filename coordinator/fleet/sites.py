@@ -13,7 +13,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from coordinator.aggregation.mean import Average, cluster_averages
+from coordinator.aggregation.mean import Average, Share, cluster_averages
 from coordinator.clustering import mctc
 from fedge.messages import BlobRef, Id, NonNegative
 from fedge.tensors import Layout, Model
@@ -50,11 +50,11 @@ class SiteSums(Struct, frozen=True, kw_only=True):
 
 
 class SiteMean(NamedTuple):
-    """A site's mean of a cluster, and the total weight of its devices."""
+    """A site's mean of a cluster, and the devices that it is of, whose weights in the request sum to more than 0."""
 
     cluster: int
     model: Model | Average
-    weight: float
+    devices: tuple[str, ...]
 
 
 class Sites(Protocol):
@@ -92,6 +92,11 @@ def averages(
         [wanted.weights[i] for i in ids],
         [[p for p, i in enumerate(ids) if i in own] for own in wanted.sums],
         wanted.layout,
-        {(k, p): own[i] for k, own in enumerate(wanted.sums) for p, i in enumerate(ids) if i in own},
+        {
+            (k, p): Share(wanted.weights[i], *own[i])
+            for k, own in enumerate(wanted.sums)
+            for p, i in enumerate(ids)
+            if i in own
+        },
     )
     return means, directions

@@ -11,8 +11,8 @@ from typing import Any, Final, Protocol
 import numpy as np
 
 from coordinator.aggregation import Average
-from coordinator.aggregation.guarded import believed, guarded_averages, shortened
-from coordinator.aggregation.mean import BLOCK, Factors, cluster_averages
+from coordinator.aggregation.guarded import guarded_averages, shares
+from coordinator.aggregation.mean import BLOCK, Share, Shares, cluster_averages
 from coordinator.clustering import mctc
 from coordinator.fleet import Fleet
 from coordinator.fleet.sites import Note, SiteMean, SiteSums
@@ -84,23 +84,32 @@ async def averages(
     far = fleet.sites.held({i: u.update for i, u in updates.items()}) if fleet.sites and summable else ()
     if not fleet.sites or not far:
         return guarded_averages(changes(ids), norms, sizes, positions, layout, protection)
-    weights = dict(zip(ids, believed(sizes, protection), strict=True))
-    clipped = protection.average == "clipped"
-    factors = dict(shortened(norms, list(weights.values()), positions)) if clipped else {}
-    for k, p in [(k, p) for k, own in enumerate(positions) for p in own if ids[p] in far and ids[p] in discounts]:
-        of_params, of_buffers = factors.get((k, p), (1.0, 1.0))
-        factors[k, p] = discounts[ids[p]] * of_params, of_buffers
-    sums = [{ids[p]: factors.get((k, p), (1.0, 1.0)) for p in own if ids[p] in far} for k, own in enumerate(positions)]
+    counts = dict(shares(norms, sizes, positions, protection))
+    n_of = dict(zip(ids, sizes, strict=True))
     wanted = SiteSums(
         layout=layout,
         updates={i: updates[i].update for i in ids if i in far},
-        weights={i: weights[i] for i in ids if i in far},
-        sums=tuple(sums),
+        weights={i: n_of[i] for i in ids if i in far},
+        sums=tuple(
+            {
+                ids[p]: _multiples(counts.get((k, p)), n_of[ids[p]], discounts.get(ids[p], 1.0))
+                for p in own
+                if ids[p] in far
+            }
+            for k, own in enumerate(positions)
+        ),
         directions=tuple(i for i in ids if i in far and i in whose),
     )
     means = await fleet.sites.means(wanted, note)
     near = changes([i for i in ids if i not in far])
-    return _over_sites(means, near, {i: weights[i] for i in ids if i not in far}, ids, positions, factors, layout)
+    return _over_sites(means, near, n_of, [i for i in ids if i not in far], ids, positions, counts, layout)
+
+
+def _multiples(share: Share | None, size: float, discount: float) -> tuple[float, float]:
+    """By what a site multiplies an update that it weighs by its size, so that it adds what its share says."""
+    if share is None:
+        return discount, 1.0
+    return discount * share.params * share.weight / size, share.buffers * share.weight / size
 
 
 def _read(refs: Iterator[BlobRef], fleet: Fleet, layout: Layout) -> Iterator[Model]:
@@ -121,25 +130,25 @@ def _read(refs: Iterator[BlobRef], fleet: Fleet, layout: Layout) -> Iterator[Mod
 def _over_sites(
     means: Sequence[SiteMean],
     near: Iterator[Model],
-    weights: Mapping[str, float],
+    n_of: Mapping[str, float],
+    here: Sequence[str],
     ids: Sequence[str],
     positions: Sequence[Sequence[int]],
-    factors: Factors,
+    counts: Shares,
     layout: Layout,
 ) -> tuple[Average | None, ...]:
-    """`cluster_averages` of all; a site's mean of a cluster stands for its devices there. `weights`: of the others."""
-    place = {p: n for n, p in enumerate(p for p, i in enumerate(ids) if i in weights)}
-    members = [
-        [
-            *(place[p] for p in own if p in place),
-            *(len(place) + n for n, mean in enumerate(means) if mean.cluster == k),
-        ]
-        for k, own in enumerate(positions)
-    ]
-    sizes = [*(weights[ids[p]] for p in place), *(mean.weight for mean in means)]
-    models = chain(near, (mean.model for mean in means))
-    own_factors = {(k, place[p]): pair for (k, p), pair in factors.items() if p in place}
-    return cluster_averages(models, sizes, members, layout, own_factors)
+    """`cluster_averages` of all; a site's mean of a cluster stands for its devices there. `here`: the others."""
+    place = {i: n for n, i in enumerate(here)}
+    members = [[place[ids[p]] for p in own if ids[p] in place] for own in positions]
+    of_all = {(k, place[ids[p]]): share for (k, p), share in counts.items() if ids[p] in place}
+    position = {i: p for p, i in enumerate(ids)}
+    for n, mean in enumerate(means, len(here)):
+        members[mean.cluster].append(n)
+        weight = sum(counts.get((mean.cluster, position[i]), Share(n_of[i])).weight for i in mean.devices)
+        longer = sum(n_of[i] for i in mean.devices) / weight
+        of_all[mean.cluster, n] = Share(weight, longer, longer)
+    sizes = [*(n_of[i] for i in here), *[0.0] * len(means)]
+    return cluster_averages(chain(near, (mean.model for mean in means)), sizes, members, layout, of_all)
 
 
 async def average(
@@ -166,7 +175,5 @@ def lengths(
     """The factors of each update's parameters and buffers, for a method that weighs updates itself."""
     ids = list(updates)
     norms = [fleet.norms(u.update, layout) for u in updates.values()]
-    if method.settings.protection.average == "mean":
-        return dict.fromkeys(ids, (1.0, 1.0))
-    found = shortened(norms, [1.0] * len(ids), [range(len(ids))])
-    return {i: found.get((0, p), (1.0, 1.0)) for p, i in enumerate(ids)}
+    found = shares(norms, [1.0] * len(ids), [range(len(ids))], method.settings.protection)
+    return {i: found.get((0, p), Share(1.0))[1:] for p, i in enumerate(ids)}

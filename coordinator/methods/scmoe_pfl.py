@@ -348,11 +348,12 @@ def start_of(state: ScmoeState, update: Trained, fleet: Fleet) -> Model:
     return fleet.get(state.initial_model if update.cluster < 0 else state.experts[update.cluster], state.layout)
 
 
-def mean_start(before: ScmoeState, updates: Mapping[str, Trained], weights: Mapping[str, float], fleet: Fleet) -> Model:
-    """The weighted mean of the models that the members of a cluster started from."""
+def mean_start(method: ScmoePfl, before: ScmoeState, updates: Mapping[str, Trained], fleet: Fleet) -> Model:
+    """The mean of the models that the members of a cluster started from, weighted as their updates."""
     totals: dict[int, float] = defaultdict(float)
-    for i, update in updates.items():
-        totals[update.cluster] += weights[i]
+    weights = believed([update.n_samples for update in updates.values()], method.settings.protection)
+    for update, weight in zip(updates.values(), weights, strict=True):
+        totals[update.cluster] += weight
     firsts = {update.cluster: update for update in updates.values()}
     models = (start_of(before, firsts[k], fleet) for k in totals)
     return averaged(models, list(totals.values()), before.layout).as_model()
@@ -370,10 +371,7 @@ async def aggregate(
     n_clusters = len(state.clusters.members)
     members = [[i for i in updates if k in clusters_of(state, i)] for k in range(n_clusters)]
     changes = await averages(method, fleet, updates, members, state.layout)
-    weights = dict(
-        zip(updates, believed([u.n_samples for u in updates.values()], method.settings.protection), strict=True)
-    )
-    begun = [mean_start(before, {i: updates[i] for i in own}, weights, fleet) if own else None for own in members]
+    begun = [mean_start(method, before, {i: updates[i] for i in own}, fleet) if own else None for own in members]
     old = before.experts if before.clusters is state.clusters else ()
     experts = tuple(
         put_after(fleet, old[k] if k < len(old) else state.initial_model, change.added_to(start), state.layout)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from coordinator.aggregation import cluster_averages
 from coordinator.aggregation.guarded import guarded_averages
@@ -72,3 +76,46 @@ def test_two_members_have_a_mean(rule: Rule) -> None:
     (found,) = averaged(rule, [model((1.0, 0.0)), model((3.0, 0.0))])
     assert found is not None
     np.testing.assert_allclose(found.params, [2.0, 0.0])
+
+
+CASES = {
+    "sizes of another cluster": ([1, 1, 1, 1, 1, 1, 1], [10, 10, 500, 400, 400, 400, 400], [1, 1]),
+    "one large member": ([1] * 10, [20, 20, 20, 20, 100, 60, 60, 60, 60, 60], [1, 1]),
+    "two members": ([1, -1, 1, 1, 1, 1], [4, 35, 10, 10, 10, 10], [-31 / 39, 1]),
+    "a liar": ([1, 1, 0, 1, 1, 1, 1], [10, 10, 800, 400, 400, 400, 400], [0.5, 1]),
+    "nothing to change": ([0, 1, 1e6], [1, 1, 1], [1]),
+    "most have nothing to change": ([0, 0, 1e6], [1, 1, 1], [0]),
+    "no samples, no say": ([1, 1, 0, 0, 0, 6], [2, 2, 0, 0, 0, 2], [4 / 3]),
+}
+MEMBERS = {
+    "one large member": [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]],
+    "two members": [[0, 1], [2, 3, 4, 5]],
+    "nothing to change": [[0, 1, 2]],
+    "most have nothing to change": [[0, 1, 2]],
+    "no samples, no say": [[0, 1, 2, 3, 4, 5]],
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_usual_is_that_of_those_who_are_averaged(case: str) -> None:
+    """Bounds were once taken over all updates of the step, and a zero removed them: 0.077, 0.667, ..., 333,334."""
+    values, sizes, expected = CASES[case]
+    models = [model((value, 0.0)) for value in values]
+    found = averaged("clipped", models, sizes, MEMBERS.get(case, [[0, 1, 2], [3, 4, 5, 6]]))
+    assert [own.params[0] for own in found if own is not None] == pytest.approx(expected, rel=1e-6)
+
+
+@given(
+    rule=st.sampled_from(get_args(Rule)),
+    sizes=st.lists(st.integers(1, 10**6), min_size=1, max_size=12),
+    w=st.tuples(*2 * [st.floats(-1e6, 1e6, width=32)]),
+    data=st.data(),
+)
+def test_a_mean_of_equal_updates_is_that_update(
+    rule: Rule, sizes: list[int], w: tuple[float, float], data: st.DataObject
+) -> None:
+    members = data.draw(st.lists(st.lists(st.integers(0, len(sizes) - 1), unique=True, min_size=1), max_size=4))
+    for found in averaged(rule, [model(w, 3.0) for _ in sizes], sizes, [sorted(own) for own in members]):
+        assert found is not None
+        np.testing.assert_allclose(found.params, w, rtol=1e-9)
+        np.testing.assert_allclose(found.buffers, [3.0], rtol=1e-9)

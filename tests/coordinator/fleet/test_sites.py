@@ -33,9 +33,11 @@ def test_the_means_of_two_sites_are_the_mean_of_all() -> None:
         means, directions = averages(request("s.d0").at(own), own, lambda ref: READ[ref.digest])
         assert means[1] is None
         assert list(directions) == [i for i in own if i == "s.d0"]
-        found += [SiteMean(k, mean, mean.n_samples) for k, mean in enumerate(means) if mean is not None]
+        found += [SiteMean(k, mean, tuple(own)) for k, mean in enumerate(means) if mean is not None]
     whole = [mean for mean in found if mean.cluster == 2]
-    (mean,) = cluster_averages([m.model for m in whole], [m.weight for m in whole], [range(2)], LAYOUT)
+    (mean,) = cluster_averages(
+        [m.model for m in whole], [sum(WEIGHTS[i] for i in m.devices) for m in whole], [range(2)], LAYOUT
+    )
     assert mean is not None
     np.testing.assert_allclose(mean.params, [(0 * 1 + 1 * 2 + 2 * 3 + 3 * 4) / 10, 1])
     factored = [mean for mean in found if mean.cluster == 0]

@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 
 from coordinator.aggregation.mean import BLOCK
+from coordinator.fleet import Fleet, sites
+from coordinator.fleet.sites import Note, SiteMean, SiteSums
 from coordinator.methods import MethodSettings, make
 from coordinator.methods.averaging import averages, lengths
 from coordinator.options import method_and_options
 from coordinator.protection import Protection, Rule
-from fedge.messages import Codec
+from fedge.messages import BlobRef, Codec
 from fedge.sgd import Sgd
 from fedge.steps.train import Trained
 from fedge.tensors import Layout, TensorInfo, unflatten
@@ -74,3 +76,48 @@ async def test_updates_that_others_weigh_are_shortened_too(tmp_path: Path) -> No
     (found,) = await averages(method, fleet, updates, [["a", "b", "c", "d"]], layout)
     assert found is not None
     np.testing.assert_allclose(found.params, 1.25 * w.params, rtol=1e-4)
+
+
+class TwoSites(Fleet):
+    """A fleet in which the updates of a, b and c lie on one site, and those of d and e on another."""
+
+    @property
+    def sites(self) -> TwoSites:
+        return self
+
+    def held(self, updates: dict[str, BlobRef]) -> set[str]:
+        return {i for i in updates if i in "abcde"}
+
+    async def means(self, wanted: SiteSums, note: Note) -> list[SiteMean]:
+        found = []
+        for names in ("abc", "de"):
+            own = wanted.at({i: ref for i, ref in wanted.updates.items() if i in names})
+            means, _ = sites.averages(own, own.updates, lambda ref: self.get(ref, wanted.layout))
+            found += [SiteMean(k, m, tuple(own.sums[k])) for k, m in enumerate(means) if m is not None]
+        return found
+
+
+@pytest.mark.parametrize("rule", ["mean", "clipped"])
+async def test_what_lies_on_sites_counts_as_it_would_here(tmp_path: Path, rule: Rule) -> None:
+    """Clusters overlap, so that a device weighs more in one than in another; some updates are stale, too."""
+    layout = Layout(tensors=(TensorInfo(name="w", shape=(3,)), TensorInfo(name="running", shape=(2,), kind="buffer")))
+    fleet, *_ = digits(tmp_path, n=3, limit=200)
+    rng = np.random.default_rng(3)
+    updates = {}
+    for n, i in enumerate("abcdefgh"):
+        tensors = {name: (1 + 20 * (n % 4 == 3)) * rng.normal(size=k) for name, k in (("w", 3), ("running", 2))}
+        ref = fleet.put({name: tensor.astype(np.float32) for name, tensor in tensors.items()})
+        updates[i] = Trained(update=ref, n_samples=[10, 400, 20, 10, 5000, 30, 900, 40][n])
+    members = [[*"abcdefgh"], [*"abd"], [*"begh"], [*"ef"], [*"gh"], []]
+    method = make("fedavg", MethodSettings(protection=Protection(average=rule)))
+    stale = {"b": 0.5, "g": 0.7}
+    here, there = [
+        await averages(method, f, updates, members, layout, discounts=stale) for f in (fleet, TwoSites(fleet))
+    ]
+    for ours, theirs in zip(here[:-1], there[:-1], strict=True):
+        assert ours is not None
+        assert theirs is not None
+        np.testing.assert_allclose(theirs.params, ours.params, rtol=1e-6)
+        np.testing.assert_allclose(theirs.buffers, ours.buffers, rtol=1e-6)
+        assert theirs.n_samples == pytest.approx(ours.n_samples)
+    assert here[-1] is there[-1] is None
