@@ -11,16 +11,17 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any
 
 import click
 
 from coordinator.fleet.mqtt import outdated
+from coordinator.fleet.problems import Problem, reasons_of, told
 from coordinator.options import check, method_options, resolve_options
 from coordinator.service import CoordinatorSettings, Observer, happened, help_out, serve
 from coordinator.store import Store
 from coordinator.tracking import tracking
-from coordinator.watch import count_devices, headline, read_summary
+from coordinator.watch import count_devices, headline, read_summary, without_bundle_because
 from coordinator.watch_cli import UiSettings, ago, lasting, page
 from fedge.background import until_stopped
 from fedge.config import resolve, settings_options
@@ -39,9 +40,6 @@ from fedge.transport import BrokerSettings, Transport, parse_address
 from fedge.weights import with_network
 
 log = logging.getLogger("fedge.coordinator")
-
-NO_BUNDLES: Final = 6
-"""The run came to its end, and no device has a bundle."""
 
 
 @click.command()
@@ -62,7 +60,8 @@ def coordinator(config: Path | None, options: tuple[str, ...], as_json: bool, **
       fedge coordinator --config edge_server.toml --role intake
 
     Exit codes: 0 done, 2 wrong configuration, 3 the broker refuses us, 4 the disk is full or broken or the
-    store's server does not answer, 6 done, but no device has a bundle, 130 stopped.
+    store's server does not answer, 6 the end has come, and nothing was learned or no device has a bundle,
+    130 stopped.
     """
     settings = resolve(CoordinatorSettings, "coordinator", config, flags)
     bind(federation=settings.federation)
@@ -82,9 +81,7 @@ def coordinator(config: Path | None, options: tuple[str, ...], as_json: bool, **
         summary = asyncio.run(
             until_stopped(_served(settings, config, lambda: serve(settings, task, store, observe, own)))
         )
-    if summary is None:
-        return INTERRUPTED
-    return 0 if summary["installed"] else NO_BUNDLES
+    return INTERRUPTED if summary is None else 0
 
 
 async def _served(
@@ -183,14 +180,19 @@ class Progress:
         number, rounds = summary["round"], summary["rounds"]
         done = max(number - (self._first_round or 1) + 1, 1)
         left_s = (time.monotonic() - self._began) / done * max(rounds - number, 0)
-        last = summary["history"][-1] if summary["history"] else {"accuracy": None, "answered": 0, "asked": 0}
-        devices = f"{last['answered']} of {last['asked']} devices"
+        nobody: dict[str, Any] = {"accuracy": None, "answered": 0, "asked": 0}
+        last = summary["history"][-1] if summary["history"] else nobody
+        problems = {i: Problem(**problem) for i, problem in summary["problems"].items()}
+        devices = f"answered {last['answered']} of {last['asked']}"
+        if last["answered"] < last["asked"] and (why := told(reasons_of(problems, number))):
+            devices += f" ({why})"
         shown = "-" if last["accuracy"] is None else f"{last['accuracy']:.3f}"
         traffic = f"{summary['bytes_up'] / 1e6:.2f} MB up, {summary['bytes_down'] / 1e6:.2f} MB down"
         if summary["done"]:
-            missing = f", NO BUNDLE on {', '.join(summary['without_bundle'])}" if summary["without_bundle"] else ""
+            why = told(without_bundle_because(summary))
+            missing = f", NO BUNDLE on {why}" if why else ""
             bundles = f"{len(summary['installed'])} bundles installed{missing}"
-            return f"done: {bundles}, {traffic}, {summary['wall_s']:.0f} s"
+            return f"{'done' if summary['installed'] else 'ended'}: {bundles}, {traffic}, {summary['wall_s']:.0f} s"
         if number == self._told:  # a method may have steps after its last round of training
             return f"after round {number}: {devices}, {traffic}"
         return f"round {number}/{rounds}  {devices}  validation accuracy {shown}  {traffic}  about {left_s:.0f} s left"

@@ -24,6 +24,7 @@ from msgspec import Meta
 from coordinator import methods, protection, runs
 from coordinator.checks import first_model, without_profile
 from coordinator.control import Wishes, at_round, wishes_in
+from coordinator.fleet import problems
 from coordinator.fleet.mqtt import MqttFleet
 from coordinator.fleet.relayed import STEPS, RelayFleet
 from coordinator.methods import (
@@ -38,17 +39,18 @@ from coordinator.methods import (
     load,
     make,
     method_class,
+    require_learned,
     settings_of,
 )
 from coordinator.roles import BlobServer, Intake, begun, own_folder
 from coordinator.store import ISSUE, RECALLED_ROUNDS, Event, Store
 from coordinator.tracking import MLflow, TensorBoard
-from coordinator.watch import read_summary
+from coordinator.watch import read_summary, without_bundle_because
 from fedge import weights
 from fedge.codec import encode
 from fedge.config import CODE, Duration, Name, Secret
 from fedge.credentials import Credentials
-from fedge.errors import ConfigError, StoreError
+from fedge.errors import ConfigError, FruitlessError, StoreError
 from fedge.files import write_atomically
 from fedge.logs import bind
 from fedge.malloc import tune_malloc
@@ -232,8 +234,8 @@ def prolonged(settings: CoordinatorSettings, length: Length, method: Method[Any]
 
 def resumed(
     wanted: CoordinatorSettings, task: TaskSpec, store: Store, options: Mapping[str, Option]
-) -> tuple[Method[Any], Layout, State]:
-    """The method, the layout of its initial model, and the last committed state.
+) -> tuple[Method[Any], Layout, BlobRef, State]:
+    """The method, the layout of its initial model, that model, and the last committed state.
 
     Raises:
         ConfigError: the folder belongs to another federation, or the run cannot have more rounds.
@@ -247,7 +249,7 @@ def resumed(
     if (longer := prolonged(wanted, length, method, state, store)) != length:
         store.keep("length", msgspec.json.encode(longer).decode())
         method = method_of(settings, task, options, longer.last)
-    return method, layout, state
+    return method, layout, model, state
 
 
 def method_of(
@@ -317,13 +319,15 @@ async def serve(
         ConfigError: the folder belongs to another federation.
         StoreError: durable state cannot be written; nothing accepted is lost.
         TransportError: the broker refused us for good.
+        FruitlessError: the run came to its end, and nothing was learned or no device has a bundle.
     """
     tune_malloc(large=True)
     raise_open_files()
     began = time.monotonic()
-    method, layout, state = resumed(settings, task, store, options)
+    method, layout, first, state = resumed(settings, task, store, options)
     if (ended := finished(settings, method, state)) is not None:
         observe("finished", {"rounds": ended["rounds"], "bundles": len(ended["installed"])})
+        require_bundles(ended)
         return ended
     slowly = Slowly(lambda: write_summary(settings, method, state, store, fleet), TELL_S)
     news: list[Event] = []
@@ -366,6 +370,7 @@ async def serve(
         ready()
         while not method.done(state):
             bind(round=(number := state.round + 1))
+            fail_if_fruitless(settings, method, state, first, store, fleet)
             wishes = await permitted(number, store, fleet, told)
             if wishes.recluster == number:
                 state = anew(method, state, told)
@@ -381,18 +386,53 @@ async def serve(
     note()
     store.count(fleet.take_counts())
     summary = write_summary(settings, method, state, store, fleet, ended=True)
-    if summary["without_bundle"]:
-        log.error("event=without_bundle devices=%s", summary["without_bundle"])
+    require_bundles(summary)
     return summary
 
 
+def fail_if_fruitless(
+    settings: CoordinatorSettings, method: Method[Any], state: State, first: BlobRef, store: Store, fleet: MqttFleet
+) -> None:
+    """End a run before its devices get bundles if the rounds of training are over and nothing was learned.
+
+    Raises:
+        FruitlessError: so it is; HOME/summary.json says it, too.
+    """
+    if state.round != method.last:
+        return
+    try:
+        require_learned(method, state, first, fleet.problems)
+    except FruitlessError as error:
+        write_summary(settings, method, state, store, fleet, failed=str(error))
+        raise
+
+
+def require_bundles(summary: Mapping[str, Any]) -> None:
+    """Log which devices have no bundle at the end of a run, and why.
+
+    Raises:
+        FruitlessError: none has one.
+    """
+    why = without_bundle_because(summary)
+    if why:
+        log.error("event=without_bundle devices=%s reason=%r", list(why), problems.told(why))
+    if not summary["installed"]:
+        raise FruitlessError("no device has a bundle" + (f": {problems.told(why)}" if why else ""))
+
+
 def finished(settings: CoordinatorSettings, method: Method[Any], state: State) -> dict[str, Any] | None:
-    """The summary of a run that an earlier process finished; None: there is work left."""
-    if settings.late_joiners or settings.readmit or not method.done(state):
-        return None
+    """The summary of a run that an earlier process finished; None: there is work left.
+
+    Raises:
+        FruitlessError: nothing was learned, and the run has no more rounds than then.
+    """
     with contextlib.suppress(ConfigError, StoreError):
         summary = read_summary(settings.home)
-        return summary if summary.get("ended") and summary["rounds"] == method.last else None
+        if summary["rounds"] == method.last:
+            if summary.get("failed") and state.round == method.last:
+                raise FruitlessError(summary["failed"])
+            if summary.get("ended") and method.done(state) and not (settings.late_joiners or settings.readmit):
+                return summary
     return None
 
 
@@ -503,10 +543,11 @@ def write_summary(
     fleet: MqttFleet,
     *,
     ended: bool = False,
+    failed: str = "",
 ) -> dict[str, Any]:
     """Write HOME/summary.json: the method's summary, and the counters of transport and store.
 
-    `ended`: the coordinator is about to end.
+    `ended`: the coordinator is about to end. `failed`: why the run ends before its devices get bundles.
     """
     counters, wishes = store.counters(), wishes_in(store)
     summary = {
@@ -531,6 +572,7 @@ def write_summary(
         "refused": {name.removeprefix("refused."): n for name, n in counters.items() if name.startswith("refused.")},
         "last_refused": fleet.last_refused,
         "ended": ended,
+        "failed": failed,
     }
     write_atomically(settings.home / "summary.json", json.dumps(summary, indent=1).encode())
     return summary

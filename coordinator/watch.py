@@ -267,6 +267,8 @@ def _counted(row: Mapping[str, Any]) -> str:
 def headline(summary: Mapping[str, Any]) -> str:
     """The run's progress in one line."""
     number, rounds = summary["round"], summary["rounds"]
+    if summary.get("failed"):
+        return f"failed: {summary['failed']}"
     if summary["done"]:
         return f"done after {rounds} rounds, {len(summary['installed'])} bundles installed"
     if summary["paused"]:
@@ -293,6 +295,11 @@ def trouble_of(i: str, summary: Mapping[str, Any], since: int = 0) -> str:
     if i in summary["clocks"]:
         return "its clock differs from ours"
     return ""
+
+
+def without_bundle_because(summary: Mapping[str, Any]) -> dict[str, str]:
+    """Why each device that should have a bundle has none, by ascending id."""
+    return {i: trouble_of(i, summary) or "it did not say why" for i in summary["without_bundle"]}
 
 
 def _told_of(

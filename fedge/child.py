@@ -24,14 +24,14 @@ import msgspec
 import numpy as np
 
 from fedge import tether
-from fedge.errors import MALFORMED, ConfigError, FedgeError, StoreError, failing_as
+from fedge.errors import MALFORMED, ConfigError, FedgeError, FruitlessError, StoreError, failing_as
 from fedge.loading import load_object
 from fedge.stopping import Stop, StoppedError, never
 
 R = TypeVar("R")
 T = TypeVar("T")
 
-FAILURES: Final = {b"failed": ConfigError, b"broken": StoreError}
+FAILURES: Final = {b"failed": ConfigError, b"broken": StoreError, b"fruitless": FruitlessError}
 LOOK_S: Final = 0.05
 """Interval at which `stop` is polled."""
 END_S: Final = 5.0
@@ -69,11 +69,15 @@ class Child:
 
     The process ends with the thread that started it, even if that is killed, and after a call that raises.
 
-    function: `module:name`; its annotations may use types known to msgspec, arrays and paths.
+    Args:
+        function: `module:name`; its annotations may use types known to msgspec, arrays and paths.
+        first: the arguments of a first call, which is a part of loading; its result is dropped.
     """
 
-    def __init__(self, function: str) -> None:
+    def __init__(self, function: str, *first: object) -> None:
         self.loaded = False
+        self._first = first
+        self._imported = False
         self._wire, theirs = Pipe()
         with theirs:
             self._process = subprocess.Popen(
@@ -102,7 +106,7 @@ class Child:
         self._process.wait()
 
     def load(self, stop: Stop = never, until: float = math.inf) -> None:
-        """Wait until the child has loaded its code, which takes long with torch. If stopped, it goes on loading.
+        """Wait until the child has loaded its code, and done its first call. If stopped, it goes on with that.
 
         `until`: when to give up, on the monotonic clock.
 
@@ -110,8 +114,14 @@ class Child:
             DiedError, ConfigError, StoppedError, TimeoutError: as `call`.
         """
         try:
-            if not self.loaded:
+            if not self._imported:
                 self._next(stop, until)
+                self._imported = True
+                if self._first:
+                    self._send(self._first)
+            if not self.loaded:
+                if self._first:
+                    self._next(stop, until)
                 self.loaded = True
         except StoppedError:
             raise
@@ -128,20 +138,23 @@ class Child:
         Raises:
             DiedError: the child ended by itself.
             ConfigError: the function failed; the text is the last line of the reason.
-            StoreError: raised by the function.
+            StoreError, FruitlessError: raised by the function.
             StoppedError: `stop()` was true.
             TimeoutError: it took longer.
         """
         until = math.inf if timeout_s is None else time.monotonic() + timeout_s
         try:
             self.load(stop, until)
-            self._try(lambda: self._wire.send_bytes(msgspec.msgpack.encode(arguments, enc_hook=_plain)))
+            self._send(arguments)
             data = self._next(stop, until)
             with failing_as(ConfigError, "its result makes no sense", on=MALFORMED):  # a number beyond its range
                 return msgspec.msgpack.decode(data, type=returns, dec_hook=_rich)
         except BaseException:
             self.close()
             raise
+
+    def _send(self, arguments: tuple[object, ...]) -> None:
+        self._try(lambda: self._wire.send_bytes(msgspec.msgpack.encode(arguments, enc_hook=_plain)))
 
     def _next(self, stop: Stop, until: float) -> bytes:
         """What the child tells next; what it logs meanwhile is logged here."""
@@ -226,7 +239,7 @@ def _serve(path: str, wire: Connection) -> None:
     except Exception as error:  # noqa: BLE001 - the parent decides
         named = isinstance(error, FedgeError | ValueError)
         reason = str(error) if named else f"{type(error).__name__}: {error}"
-        kind = b"broken" if isinstance(error, StoreError) else b"failed"
+        kind = next((kind for kind, raised in FAILURES.items() if isinstance(error, raised)), b"failed")
         to_parent.tell(kind, (reason.splitlines() or [""])[-1].encode())
 
 

@@ -6,7 +6,8 @@ FedgeError
  ├─ UpdateRejected   a bundle or an update that must not be trusted; nothing is installed
  ├─ StoreError       durable state could not be written or read: the process stops (exit code 4)
  │   └─ DamagedError   a file that was kept is not what was written: an agent fails the order that needs it
- └─ TransportError   the broker cannot be reached or refused us (exit code 3)
+ ├─ TransportError   the broker cannot be reached or refused us (exit code 3)
+ └─ FruitlessError   a run came to its end and nothing was learned, or no device has a bundle (exit code 6)
 """
 
 from collections.abc import Callable, Iterator
@@ -45,6 +46,12 @@ class StoreError(FedgeError):
 
 class DamagedError(StoreError):
     """A file that was kept is damaged and cannot be made anew. An agent fails the orders that need it, and goes on."""
+
+
+class FruitlessError(FedgeError):
+    """A run came to its end and nothing was learned, or no device has a bundle. The text has the devices' reasons."""
+
+    exit_code = 6
 
 
 class ProtocolError(FedgeError):

@@ -250,16 +250,21 @@ def read_result(report: Report, action: Action) -> Result:
     return _read(report.body, action.RESULT)
 
 
+def outcome_of(result: Result) -> Outcome:
+    """The outcome that a report of this result tells."""
+    return next((outcome for outcome, kind in REFUSALS.items() if isinstance(result, kind)), Outcome.DONE)
+
+
 def report_of(order: Order, result: Result, seconds: float) -> Report:
     """The report of an order."""
-    refused = next((outcome for outcome, kind in REFUSALS.items() if isinstance(result, kind)), None)
+    outcome = outcome_of(result)
     return Report(
         order_id=order.id,
         device_id=order.device_id,
         seconds=seconds,
-        outcome=refused or Outcome.DONE,
+        outcome=outcome,
         why=result.why if isinstance(result, Refusal) else None,
-        body=b"" if refused else body_of(result),
+        body=body_of(result) if outcome is Outcome.DONE else b"",
         blobs=tuple(blobs_of(result)),
     )
 

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from coordinator.fleet import Answer, Device, Fleet, Seen, asked, order_for, require_sendable
 from coordinator.fleet.orders import OrderBook, OrderStatus
 from coordinator.fleet.pace import Paces, work_of
+from coordinator.fleet.problems import Problem
 from coordinator.fleet.quarantine import LONG_UPDATE, READMITTED, Offence, Quarantine, quarantined
 from coordinator.fleet.update_norms import Believed, OneByOne, within_limits
 from coordinator.fleet.versions import Descent
@@ -76,13 +77,6 @@ LOOK_AT_STORE_S: Final = 0.5
 NEEDED: Final = "0.2 or later"
 """Versions of fedge that an agent may have."""
 TWICE: Final = "two agents use the id of this device and disconnect each other: give each its own --id"
-
-
-class Problem(msgspec.Struct, frozen=True, kw_only=True):
-    """A failure on a device, and its round (0: before the first)."""
-
-    round: int
-    reason: str
 
 
 class MqttFleet(Intake, Fleet):
@@ -811,4 +805,4 @@ def _trouble(report: Report | None) -> str:
     """Why a device did not do its order; empty: it did, or gave no reason."""
     if report is None or report.outcome is Outcome.DONE:
         return ""
-    return f"{report.outcome}: {(report.why or Why.OTHER).words}; the log of {report.device_id} says more"
+    return f"{report.outcome}: {(report.why or Why.OTHER).words}; its log says more"

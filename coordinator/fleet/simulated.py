@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from coordinator.fleet import Answer, Device, Fleet, Seen, answering, asked, clock, order_for, require_sendable
 from coordinator.fleet.devices import Hardware
+from coordinator.fleet.problems import Problem
 from coordinator.fleet.quarantine import LONG_UPDATE, Offence, quarantined
 from coordinator.fleet.sites import Note, SiteMean, SiteSums
 from coordinator.fleet.update_norms import Believed, OneByOne, within_limits
@@ -36,7 +37,7 @@ from fedge.files import volatile
 from fedge.malloc import tune_malloc
 from fedge.messages import MAX_LEFT_S, BlobRef, Codec, Context, Order, blobs_of, shared_bases, way_to
 from fedge.models.training import flops, shared_network
-from fedge.step import Action, Refusal, Reveals, body_of
+from fedge.step import Action, Refusal, Reveals, body_of, outcome_of
 from fedge.task import TaskSpec
 from fedge.tasks import DeviceData
 from fedge.tensors import Layout, Model, Tensors, digest_of, to_pieces, unflatten, views_of
@@ -47,6 +48,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("fedge.coordinator")
 
+LATE: Final = "no answer before the deadline"
+SILENT: Final = "it did not answer"
+ABSENT: Final = "it was not asked: it was not there, or in quarantine"
 GIVEN_UP_S: Final = 60.0
 """Time after which an unanswered order is given up without a deadline, as in a stream: the coordinator's default."""
 INSTANT: Final = Hardware()
@@ -115,7 +119,8 @@ class SimulatedFleet(Fleet):
 
     `round`: set by the caller that runs the rounds. `seconds`: simulated time so far; a step lasts as long as its
     slowest answer, or until the deadline if one is missing. `bytes_up`, `bytes_down`: tensors sent so far. `workers`:
-    by ascending id. `offences`: evidence against devices, by device, round and name.
+    by ascending id. `offences`: evidence against devices, by device, round and name. `problems`: the latest refusal,
+    failure or missed deadline by device id.
 
     Args:
         task: what is learned.
@@ -172,6 +177,7 @@ class SimulatedFleet(Fleet):
         self._there = dict[str, bool]()
         self._there_in = -1  # the round of `_there`
         self.offences: dict[tuple[str, int, str], Offence] = {}
+        self.problems: dict[str, Problem] = {}
         self._waiting: list[_Asked] = []  # streamed orders not carried out yet
         self._under_way: list[_UnderWay] = []  # heap of answers to streamed orders
 
@@ -324,8 +330,10 @@ class SimulatedFleet(Fleet):
         answers: dict[str, Answer] = {}
         for i in sorted(actions):
             if i in refused:
+                self._note_refusal(i, refused[i])
                 answers[i] = Answer(i, refused[i], 0.0, self.round)
             elif i not in present or self._drops(label, i):
+                self._note_problem(i, SILENT)
                 answers[i] = Answer(i, None, deadline_s or GIVEN_UP_S, self.round)
             else:
                 action, key = own[i], id(own[i])
@@ -370,6 +378,7 @@ class SimulatedFleet(Fleet):
         self.bytes_up += bytes_up
         taken = self._seconds(asked.order, asked.action, asked.bytes_down, bytes_up)
         if deadline_s is not None and taken > deadline_s:
+            self._note_problem(device_id, LATE)
             return Answer(device_id, None, deadline_s, number)
         result, action = finished.result, asked.action
         try:
@@ -379,6 +388,8 @@ class SimulatedFleet(Fleet):
         except ProtocolError as error:
             self.accuse(device_id, error)
             return Answer(device_id, None, taken, number)
+        if isinstance(result, Refusal):
+            self._note_refusal(device_id, result)
         self._blobs |= finished.blobs
         self._blobs |= finished.unpacked
         if isinstance(finished, FinishedElsewhere):
@@ -479,12 +490,24 @@ class SimulatedFleet(Fleet):
     def accuse(self, device_id: str, error: ProtocolError) -> None:
         """Log and record it; it counts from the next round on."""
         log.warning("event=refused name=%s device=%s detail=%r", error.name, device_id, str(error))
+        self._note_problem(device_id, str(error))
         self._accuse(device_id, error.name, str(error))
 
     def _accuse(self, device_id: str, name: str, detail: str) -> None:
         """Record evidence; it counts from the next round on."""
         offence = Offence(device_id=device_id, round=self.round, name=name, detail=detail)
         self.offences.setdefault((device_id, self.round, name), offence)
+
+    def problem_now(self, device_id: str) -> str:
+        """What was wrong with a device in this round, or that it was not there."""
+        problem = self.problems.get(device_id)
+        return problem.reason if problem is not None and problem.round == self.round else ABSENT
+
+    def _note_refusal(self, device_id: str, refusal: Refusal) -> None:
+        self._note_problem(device_id, f"{outcome_of(refusal)}: {refusal.reason or refusal.why.words}")
+
+    def _note_problem(self, device_id: str, reason: str) -> None:
+        self.problems[device_id] = Problem(round=self.round, reason=reason)
 
     def note(self, event: str, fields: Mapping[str, object]) -> None:
         """Ignore: nobody watches."""

@@ -26,11 +26,12 @@ from coordinator.assembling import bundle_in_subprocess
 from coordinator.fleet import Answer, Device, Fleet
 from coordinator.fleet.accounted import AccountedFleet
 from coordinator.fleet.masked import MaskedFleet, Weights
+from coordinator.fleet.problems import Problem, reasons_of, told
 from coordinator.fleet.versions import Descent, leading_to
 from coordinator.protection import Guard, Protection, without_noise
 from coordinator.protection import check as check_protection
 from coordinator.selection import Selection
-from fedge.errors import ConfigError, failing_as
+from fedge.errors import ConfigError, FruitlessError, failing_as
 from fedge.loading import FINE_TUNED, load_object
 from fedge.masking import Sums
 from fedge.messages import BlobRef, Codec, Share, blobs_of
@@ -554,6 +555,31 @@ def round_done(state: S, n_asked: int, updates: Mapping[str, Trained], **changes
         history=(*state.history, line),
         **changes,
     )
+
+
+def require_learned(method: Method[S], state: S, first: BlobRef, problems: Mapping[str, Problem]) -> None:
+    """Refuse to install what nobody has learned, once the rounds of training are over.
+
+    first: the initial model. problems: of the devices, for the text.
+
+    Raises:
+        FruitlessError: no update ever came, or never as many as `--min-reports` wants, so that devices would be given
+            the initial model.
+    """
+    asked, answered = ([getattr(line, name) for line in state.history] for name in ("asked", "answered"))
+    fewest = method.settings.min_reports
+    served = {method.serves(state, i).digest for i in state.participations}
+    if not state.history or (state.participations and (max(answered) >= fewest or served != {first.digest})):
+        return
+    if state.participations:
+        what = f"no round brought the {fewest} updates that --min-reports wants, only {max(answered)} at most"
+    elif sum(asked):
+        what = f"none of {sum(asked)} orders to train brought an update"
+    else:
+        what = "no device was asked to train"
+    why = told(reasons_of(problems))
+    rounds = "1 round" if len(asked) == 1 else f"{len(asked)} rounds"
+    raise FruitlessError(f"nothing was learned in {rounds}: {what}" + (f". {why}" if why else ""))
 
 
 def mean_loss(updates: Collection[Trained]) -> float | None:

@@ -35,7 +35,7 @@ def simulate(config: Path | None, options: tuple[str, ...], json_file: Path | No
       fedge simulate --task mnist --data ~/mnist --model cnn_fedavg --devices 100 --participation 0.3
 
     Exit codes: 0 done, 1 an error, 2 wrong usage, no such data or method, 4 a file cannot be written,
-    130 stopped by Ctrl-C.
+    6 nothing was learned or no device has a bundle, 130 stopped by Ctrl-C.
     """
     settings = resolve(SimulationSettings, "simulate", config, flags)
     name, own = method_and_options(settings.method)
@@ -68,7 +68,7 @@ def compare(config: Path | None, json_file: Path | None, **flags: object) -> Non
       fedge compare --methods fedavg,scmoe-pfl,fedge --alpha 0.1 --json figures.json
 
     Exit codes: 0 done, 1 a run failed, 2 wrong usage, no such data or method, 4 a file cannot be written or read,
-    130 stopped by Ctrl-C.
+    6 in a run nothing was learned or no device has a bundle, 130 stopped by Ctrl-C.
     """
     settings = resolve(CompareSettings, "compare", config, flags)
     check_partitioning(settings)

@@ -25,7 +25,7 @@ from coordinator.simulation.outcome import Cost, RunOutcome, cost_of, data_frame
 from coordinator.simulation.run import LOOK_S, Watch, require_wanted, simulate
 from coordinator.simulation.settings import CompareSettings, Scenario
 from fedge.child import Child, DiedError
-from fedge.errors import ConfigError, FedgeError, StoreError, failing_as
+from fedge.errors import ConfigError, FedgeError, FruitlessError, StoreError, failing_as
 from fedge.files import make_folder, write_atomically
 from fedge.loading import is_held
 from fedge.messages import BlobRef
@@ -183,6 +183,7 @@ def compare(settings: CompareSettings, out: Path, watch: Watch) -> Comparison:
         ConfigError: a method, an option, a seed or the data does not exist, or `out` holds a report that would be lost;
             nothing has run then.
         StoreError: the folder cannot be made; nothing has run then.
+        FruitlessError: a run ended with nothing learned, or without a bundle.
         FedgeError: a run failed.
     """
     methods, seeds = methods_of(settings), seeds_of(settings)
@@ -369,7 +370,7 @@ def _simulate(run: _Run, home: Path) -> RunOutcome:
 
     torch.set_num_threads(1)
     name, options = method_and_options(run.method)
-    with _partitions_untold():
+    with _partitions_untold(), failing_as(FruitlessError, f"{run.method}, seed {run.seed}", on=FruitlessError):
         return simulate(run.scenario, name, options, run.seed, home, lambda _: None, run.method)
 
 

@@ -112,6 +112,7 @@ class Evaluation:
                 release=str(state.installed[i].release) if i in state.installed else None,
                 late_joiner=i in self._federation.late_joiners,
                 private_weight=private.get(i),
+                problem="" if i in state.installed else fleet.problem_now(i),
             )
             for i in sorted(scores)
         }

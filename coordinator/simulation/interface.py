@@ -130,6 +130,7 @@ def simulate(
 
     Raises:
         ConfigError: a setting is unknown or out of range, or the data or the method does not exist.
+        FruitlessError: nothing was learned, or no device has a bundle.
         StoreError: `out` cannot be made.
     """
     found = _settings(SimulationSettings, settings)
@@ -194,6 +195,7 @@ def compare(*, progress: Watch | None = to_standard_error, **settings: Any) -> C
     Raises:
         ConfigError: a setting is unknown or out of range, or the data or a method does not exist.
         StoreError: `out` cannot be made or read.
+        FruitlessError: a run ended with nothing learned, or without a bundle.
         FedgeError: a run failed.
     """
     for several in ("methods", "seeds"):
@@ -235,6 +237,7 @@ def tune(*, search: Iterable[str] = (), progress: Watch | None = to_standard_err
     Raises:
         ConfigError: a setting is unknown or out of range, the data or the method does not exist, the task or network
             exists only in this process, Ray is not installed, or `out` holds another search.
+        FruitlessError: no trial learned anything.
         FedgeError: Ray fails, or every trial failed.
     """
     found = _settings(TuneSettings, settings)

@@ -6,7 +6,7 @@ import csv
 import importlib
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -31,9 +31,9 @@ class Score(Struct, frozen=True, kw_only=True):
 class DeviceOutcome(Struct, frozen=True, kw_only=True):
     """One device at the end. `bundle`: whether it installed one; without, `score` is of the model it is served.
 
-    `release`: the bundle's folder under bundles/; None: there is none, or it is unknown. `late_joiner`: it came when
-    training was over. `private_weight`: of the private model in the bundle, mean over the test samples; None: there is
-    none, or it is unknown.
+    `problem`: why it has no bundle. `release`: the bundle's folder under bundles/; None: there is none, or it is
+    unknown. `late_joiner`: it came when training was over. `private_weight`: of the private model in the bundle, mean
+    over the test samples; None: there is none, or it is unknown.
     """
 
     id: str
@@ -45,6 +45,7 @@ class DeviceOutcome(Struct, frozen=True, kw_only=True):
     release: str | None = None
     late_joiner: bool = False
     private_weight: float | None = None
+    problem: str = ""
 
 
 class Point(Struct, frozen=True, kw_only=True):
@@ -147,6 +148,11 @@ class RunOutcome(Struct, frozen=True, kw_only=True):
         from coordinator.simulation.plots import draw_by_round
 
         return draw_by_round([self], axes)
+
+
+def without_bundle(devices: Iterable[DeviceOutcome]) -> dict[str, str]:
+    """The devices without a bundle, by id, and why."""
+    return {device.id: device.problem for device in devices if not device.bundle}
 
 
 COMPUTED: Final = ("=", "+", "-", "@")

@@ -15,10 +15,11 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from coordinator.fleet import problems
 from coordinator.options import write_json
 from coordinator.simulation import plots
 from coordinator.simulation.compare import Comparison, Demonstration, MethodOutcome, Spread
-from coordinator.simulation.outcome import Cost, RunOutcome, as_csv, cost_of, megabytes
+from coordinator.simulation.outcome import Cost, RunOutcome, as_csv, cost_of, megabytes, without_bundle
 from coordinator.simulation.settings import Scenario
 from fedge.files import write_atomically
 
@@ -187,7 +188,7 @@ def lead(comparison: Comparison) -> str:
         "ONNX Runtime on each device's own test samples, which no choice has seen. "
         "Global: the models that devices are served, each on samples from all devices' distributions. "
         f"Cost: rounds, traffic and simulated time until {comparison.target:.1%} mean accuracy was seen."
-        f" {milder(comparison.runs)}".rstrip()
+        f" {unequipped(comparison.runs)} {milder(comparison.runs)}".rstrip()
     )
 
 
@@ -195,6 +196,19 @@ def work_of(scenario: Scenario) -> str:
     """A device's work in a round."""
     epochs = scenario.local_epochs
     return f"{scenario.local_steps} steps" if epochs is None else f"{epochs} epoch{'s' * (epochs > 1)}"
+
+
+def unequipped(runs: Sequence[RunOutcome]) -> str:
+    """In which runs devices ended without a bundle, and what their figures are of; empty: in none."""
+    found = [
+        f"{run.method}, seed {run.seed}: {len(run.devices) - run.bundles} of {len(run.devices)}"
+        f" ({problems.told(without_bundle(run.devices))})"
+        for run in runs
+        if run.bundles < len(run.devices)
+    ]
+    if not found:
+        return ""
+    return f"Devices without a bundle are measured by the model that they are served: {'; '.join(found)}."
 
 
 def milder(runs: Sequence[RunOutcome]) -> str:
@@ -329,8 +343,7 @@ def legend_of(comparison: Comparison) -> str:
     ]
     if comparison.scenario.late_joiners:
         lines.append("new: accuracy of the devices that came when training was over; the other figures leave them out")
-    if told := milder(comparison.runs):
-        lines.append(told)
+    lines += [note for note in (unequipped(comparison.runs), milder(comparison.runs)) if note]
     return "\n".join(lines)
 
 
@@ -352,6 +365,7 @@ def lines_of(outcome: RunOutcome, target: float | None) -> list[tuple[str, str]]
         ("simulated time", f"{outcome.seconds:.1f} s"),
         *((name, f"{value:.2f}") for name, value in outcome.details.items()),
         ("bundles", f"{outcome.bundles} of {len(outcome.devices)}, torch − ONNX Runtime <= {outcome.max_abs_diff:.0e}"),
+        *([("without one", without)] if (without := problems.told(without_bundle(outcome.devices))) else []),
         ("took", f"{outcome.wall_s:.1f} s, of which measuring {outcome.evaluation_s:.1f} s"),
     ]
     if outcome.cold_start is not None:
@@ -370,7 +384,7 @@ def run_lead(outcome: RunOutcome, scenario: Scenario) -> str:
         f"{len(outcome.devices)} simulated devices, {setting_of(scenario)}; {scenario.rounds} rounds of "
         f"{work_of(scenario)}, participation {scenario.participation:.0%}; seed {outcome.seed}. Accuracies are of the "
         "installed bundles, run by ONNX Runtime on each device's own test samples, which no choice has seen. "
-        f"{milder([outcome])}".rstrip()
+        f"{unequipped([outcome])} {milder([outcome])}".rstrip()
     )
 
 

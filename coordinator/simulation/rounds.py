@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from coordinator.fleet.simulated import SimulatedFleet
-from coordinator.methods import Method, S
+from coordinator.methods import Method, S, require_learned
 from fedge.messages import blobs_of
 
 
@@ -18,11 +18,17 @@ async def run(
 ) -> S:
     """Run a method to its end on a simulated fleet, or for so many rounds.
 
-    `on_round` is given the state after each.
+    `on_round` is given the state after each, but not after a last round of training with nothing learned.
+
+    Raises:
+        FruitlessError: nothing was learned (`require_learned`).
     """
+    first = method.for_anybody(state)
     while not method.done(state) and state.round != rounds:
         fleet.round = state.round + 1
         state = await method.advance(state, fleet)
         fleet.keep_only({ref.digest for ref in blobs_of(state)} | fleet.needed())
+        if state.round == method.last:
+            require_learned(method, state, first, fleet.problems)
         on_round(state)
     return state

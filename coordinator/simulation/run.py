@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Collection, Coroutine, Iterator
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,16 +16,17 @@ import numpy as np
 import torch
 
 from coordinator.checks import Finding, examine, require_sound, without_profile
-from coordinator.fleet.simulated import Execute
+from coordinator.fleet.problems import reasons_of, told
+from coordinator.fleet.simulated import Execute, SimulatedFleet
 from coordinator.methods import Method, Option, Server, State, make
 from coordinator.samples import by_class, without_samples
 from coordinator.simulation import rounds
 from coordinator.simulation.evaluation import Evaluation
 from coordinator.simulation.federation import Federation, gather, partition_samples
-from coordinator.simulation.outcome import Point, RunOutcome, Score, outcome_of
+from coordinator.simulation.outcome import DeviceOutcome, Point, RunOutcome, Score, outcome_of, without_bundle
 from coordinator.simulation.settings import Running, Scenario
 from edge_agent import batched
-from fedge.errors import ConfigError
+from fedge.errors import ConfigError, FruitlessError
 from fedge.models.training import torch_device
 from fedge.processor import Processor
 
@@ -63,6 +64,7 @@ def simulate(
     Raises:
         ConfigError: the data, the partition, the method, its options or Ray is not available as requested, or the
             network is useless.
+        FruitlessError: nothing was learned, or no device has a bundle.
         FedgeError: Ray fails.
     """
     began = time.perf_counter()
@@ -114,14 +116,15 @@ def run_on(
             """Skip rounds after training, which have no number of their own."""
             if state.round <= scenario.rounds and not made.done(state) and state.round % scenario.spacing == 0:
                 measure(state, state.round, _mean(evaluation.now(made, state, fleet), federation.late_joiners))
-                watch(f"round {state.round}/{scenario.rounds}  accuracy {curve[-1].accuracy:.3f}")
+                reached = f"round {state.round}/{scenario.rounds}  accuracy {curve[-1].accuracy:.3f}"
+                watch(reached + missing(state, fleet))
 
         begun = made.begin(federation.layout, first)
         on_round(begun)
         state = run_to_end(rounds.run(made, begun, fleet, on_round))
         final = evaluation.finally_(made, state, fleet)
+        watch(of_bundles(final))
         measure(state, scenario.rounds, _mean({i: end.score for i, end in final.items()}, federation.late_joiners))
-        watch(f"the devices' bundles  accuracy {curve[-1].accuracy:.3f}")
     summary = made.summary(state)
     return outcome_of(
         tuple(final.values()),
@@ -145,6 +148,31 @@ def run_on(
     )
 
 
+def missing(state: State, fleet: SimulatedFleet) -> str:
+    """How many devices brought an update in the last round, and why others did not; empty: nobody failed to."""
+    if not state.history or (last := state.history[-1]).answered >= last.asked:
+        return ""
+    why = told(reasons_of(fleet.problems, last.round))
+    if last.answered and not why:  # still at work (fedbuff)
+        return ""
+    return f"  answered {last.answered} of {last.asked}" + (f": {why}" if why else "")
+
+
+def of_bundles(final: Mapping[str, DeviceOutcome]) -> str:
+    """A line of progress about the installed bundles.
+
+    Raises:
+        FruitlessError: there is none.
+    """
+    why = told(without_bundle(final.values()))
+    having = [device for device in final.values() if device.bundle]
+    if not having:
+        raise FruitlessError("no device has a bundle" + (f": {why}" if why else ""))
+    accuracy = np.mean([device.score.accuracy for device in having if not device.late_joiner] or [np.nan])
+    whose = f"the bundles of {len(having)} of {len(final)} devices" if why else "the devices' bundles"
+    return f"{whose}  accuracy {accuracy:.3f}" + (f"  without one: {why}" if why else "")
+
+
 def _missing(federation: Federation) -> list[Finding]:
     """Classes missing on all devices; generated devices are not checked."""
     if not isinstance(federation.shares, dict):
@@ -164,10 +192,11 @@ def validate(
     """Run only the rounds of training, and report accuracy on the devices' validation samples.
 
     Arguments as in `simulate`. `tell` gets, at each point of the curve and after the last round, the rounds done and
-    the mean accuracy of the models that the measured devices would use now.
+    the mean accuracy of the models that the measured devices would use now, once a device has learned something.
 
     Raises:
         ConfigError: as `simulate`; or no device has validation samples.
+        FruitlessError: nothing was learned.
     """
     federation = partition_samples(scenario, seed)
     made = make(method, scenario.for_method(seed, options), Server(federation.task, federation.server_data))
@@ -176,6 +205,8 @@ def validate(
     evaluation = Evaluation(federation, workers, measured, torch_device(scenario.train_on), on_validation=True)
 
     def on_round(state: State) -> None:
+        if not state.participations:  # what nobody has learned is no figure to choose by
+            return
         if state.round % scenario.spacing == 0 or state.round == scenario.rounds:
             if not (scores := evaluation.now(made, state, fleet)):
                 raise ConfigError("no device has validation samples to choose by: give the devices more samples")

@@ -178,6 +178,7 @@ def tune(settings: TuneSettings, search: Iterable[str], out: Path, watch: Watch)
 
     Raises:
         ConfigError: a setting is not available as requested, or `out` holds another search.
+        FruitlessError: nothing was learned in any trial.
         FedgeError: Ray fails, or every trial failed.
         KeyboardInterrupt: Ctrl-C; finished trials are kept.
     """
@@ -239,7 +240,7 @@ def tune(settings: TuneSettings, search: Iterable[str], out: Path, watch: Watch)
             )
         grid = tuner.fit()
     if not grid.num_terminated:
-        raise FedgeError(f"every trial failed: {grid.errors[0]}")
+        raise every_trial_failed(grid.errors[0])
     tried = [
         Tried(values=_plain(one.config), accuracy=one.metrics["accuracy"], rounds=one.metrics["rounds"])
         for one in map(grid.__getitem__, range(len(grid)))
@@ -258,6 +259,15 @@ def tune(settings: TuneSettings, search: Iterable[str], out: Path, watch: Watch)
     write_atomically(out / FIGURES, msgspec.json.format(msgspec.json.encode(found, enc_hook=str)))
     write_atomically(out / CONFIG, configuration(found).encode())
     return found
+
+
+def every_trial_failed(error: Exception) -> FedgeError:
+    """The error of a search all of whose trials failed; `error`: of the first, as Ray gives it."""
+    cause = getattr(error, "cause", error)
+    last = str(error).strip().splitlines()[-1:]
+    if isinstance(cause, FedgeError):
+        return type(cause)(f"every trial failed: {cause}")
+    return FedgeError(f"every trial failed: {''.join(last)}")
 
 
 def configuration(found: Tuning) -> str:

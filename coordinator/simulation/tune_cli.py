@@ -42,7 +42,7 @@ def tune(config: Path | None, search: tuple[str, ...], json_file: Path | None, *
       fedge simulate --config search/best.toml
 
     Exit codes: 0 done, 1 every trial failed, 2 wrong usage, no such data or method, 4 a file cannot be written,
-    130 stopped by Ctrl-C.
+    6 no trial learned anything, 130 stopped by Ctrl-C.
     """
     settings = resolve(TuneSettings, "tune", config, flags)
     from coordinator.simulation.interface import tuned

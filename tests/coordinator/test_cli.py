@@ -20,7 +20,8 @@ from click.testing import CliRunner
 
 from coordinator import runs, service
 from coordinator.cli import Progress, coordinator, look, status
-from coordinator.fleet.mqtt import MqttFleet, Problem
+from coordinator.fleet.mqtt import MqttFleet
+from coordinator.fleet.problems import Problem
 from coordinator.methods import RoundSummary, make
 from coordinator.methods.fedavg import FedAvgState
 from coordinator.service import CoordinatorSettings, write_summary
@@ -237,6 +238,7 @@ def summary(**changes: Any) -> dict[str, Any]:
     values = {
         "round": 2, "rounds": 4, "done": False, "bytes_up": 1_500_000, "bytes_down": 500_000, "wall_s": 12.0,
         "history": [{"accuracy": 0.75, "asked": 3, "answered": 2}], "installed": {}, "without_bundle": [],
+        "problems": {}, "fleet": {}, "retired": [], "quarantined": {}, "clocks": {},
     }  # fmt: skip
     return values | changes
 
@@ -247,16 +249,27 @@ def test_progress_is_a_line_per_round(capsys: pytest.CaptureFixture[str], live: 
     progress.observe("waiting", {"round": 1, "devices": 3})
     progress.observe("round_begun", {"round": 2, "devices": 3})
     progress.observe("answer", {"device": "a", "result": "Trained", "seconds": 1.0})
-    progress.observe("round_done", summary())
-    progress.observe("round_done", summary(done=True, installed={"a": {}}, without_bundle=["b", "c"]))
+    tired = {"round": 2, "reason": "failed: its own code failed; its log says more"}
+    progress.observe("round_done", summary(problems={"c": tired, "b": tired | {"round": 1}}))
+    full = {"round": 3, "reason": "declined: its disk has no room for the models; its log says more"}
+    progress.observe(
+        "round_done",
+        summary(done=True, installed={"a": {}}, without_bundle=["b", "c"], problems={"b": full, "c": full}),
+    )
+    progress.observe("round_done", summary(done=True, without_bundle=["b"], problems={"b": full}))
     progress.close()
     out, said = capsys.readouterr()
     assert out == ""
     assert "waiting until 3 devices are there" in said
-    assert "round 2/4  2 of 3 devices  validation accuracy 0.750  1.50 MB up, 0.50 MB down  about" in said
-    assert "done: 1 bundles installed, NO BUNDLE on b, c" in said
+    assert (
+        "round 2/4  answered 2 of 3 (c: failed: its own code failed; its log says more)  validation accuracy 0.750  "
+        "1.50 MB up, 0.50 MB down  about"
+    ) in said
+    why = "round 3: declined: its disk has no room for the models; its log says more"
+    assert f"done: 1 bundles installed, NO BUNDLE on b, c: {why}" in said
+    assert f"ended: 0 bundles installed, NO BUNDLE on b: {why}" in said
     assert ("\r" in said) == live  # redrawn in place
-    assert live or said.count("\n") == 3
+    assert live or said.count("\n") == 4
 
 
 def test_the_last_round_is_told_once_and_what_follows_has_no_number(capsys: pytest.CaptureFixture[str]) -> None:
@@ -269,7 +282,7 @@ def test_the_last_round_is_told_once_and_what_follows_has_no_number(capsys: pyte
     assert said.count("round 4/4") == 1
     assert "round 5" not in said
     assert "after the last round: 3 devices" in said
-    assert "after round 4: 2 of 3 devices" in said
+    assert "after round 4: answered 2 of 3" in said
 
 
 # -------------------------------------------------------------------------------------------------------- coordinator
@@ -370,6 +383,8 @@ async def test_an_end_at_which_nobody_has_a_bundle_is_no_success(
         await device.report(await device.order("install"), result)
         said = await ending
     assert said.returncode == code, said.stderr
+    if without:
+        assert "error: no device has a bundle: cam1: " in said.stderr
     summary = json.loads((home / "summary.json").read_bytes())
     assert (summary["done"], summary["without_bundle"]) == (True, without)
     assert bool(summary["installed"]) == (not without)

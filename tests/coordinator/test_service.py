@@ -25,22 +25,25 @@ from coordinator.service import (
     length_of,
     method_of,
     prolonged,
+    resumed,
     serve,
     start,
     without_bundle,
 )
 from coordinator.store import Store
+from coordinator.watch import headline, read_summary
 from fedge import codec
 from fedge.broker import LocalBroker
-from fedge.errors import ConfigError, StoreError, TransportError
-from fedge.messages import BlobRef, Codec
+from fedge.errors import ConfigError, FruitlessError, StoreError, TransportError
+from fedge.messages import BlobRef, Codec, Order, Why
 from fedge.processor import Processor
+from fedge.step import Failed
 from fedge.steps.install import Installed
 from fedge.tasks import task_spec
 from fedge.tensors import digest_of, unflatten
 from tests.support.device import IN_0_1, TASK, RawDevice
 from tests.support.identities import Authority
-from tests.support.learners import LAYOUT, learners
+from tests.support.learners import LAYOUT, Learner, learners
 
 WAIT_S = 300.0
 
@@ -319,3 +322,30 @@ def test_what_will_lock_everybody_out_is_told_long_before(tmp_path: Path) -> Non
     (authority.folder / "coordinator" / "own.crt").unlink()
     assert "own.crt holds no certificate" in expiring(values)[0]
     assert expiring(settings(None, tmp_path)) == []
+
+
+class Failing(Learner):
+    """Fails each order."""
+
+    async def _answer(self, order: Order) -> None:
+        await self.report(order, Failed(why=Why.ERROR, reason="its own business"))
+
+
+async def test_a_run_in_which_no_update_came_ends_before_anything_is_installed(
+    mosquitto: LocalBroker, tmp_path: Path, store: Store
+) -> None:
+    """Started again, it says the same at once; more rounds go on."""
+    wanted = settings(mosquitto, tmp_path / "server", devices=1)
+    async with Failing(mosquitto, "cam1", tmp_path) as device, asyncio.timeout(WAIT_S):
+        await device.appear("2", task=TASK)
+        with pytest.raises(FruitlessError, match=r"none of 2 orders to train brought an update.*its own") as caught:
+            await serve(wanted, TASK, store, quiet)
+        assert {order.step for order in device.orders} == {"train"}
+    kept = read_summary(tmp_path / "server")
+    assert kept["failed"] == str(caught.value)
+    assert headline(kept).startswith("failed: nothing was learned in 2 rounds")
+    with pytest.raises(FruitlessError) as again:
+        await serve(wanted, TASK, store, quiet)
+    assert str(again.value) == str(caught.value)
+    longer = settings(None, tmp_path / "server", devices=1, rounds=3)
+    assert resumed(longer, TASK, store, {})[0].last == 3

@@ -2,6 +2,7 @@
 
 import math
 
+import torch
 from torch import nn
 
 from fedge.task import TaskSpec
@@ -43,3 +44,33 @@ def noisy(task: TaskSpec) -> nn.Module:
     n_inputs = math.prod(task.input_shape)
     normal = nn.Sequential(nn.Flatten(), nn.Linear(n_inputs, 16), nn.BatchNorm1d(16), nn.ReLU())
     return nn.Sequential(*normal, nn.Dropout(0.3), nn.Linear(16, task.n_classes))
+
+
+TRAINS_FOR = 12
+"""Forward passes in training that a `Tiring` network does: more than a check asks for, fewer than an order."""
+
+
+class Tiring(nn.Module):
+    """A network that no check can see through: a device's first order to train it fails, and each one after it."""
+
+    def __init__(self, task: TaskSpec) -> None:
+        super().__init__()
+        self.passes = 0
+        self.layers = mlp_64_32(task)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes += self.training
+        if self.training and self.passes > TRAINS_FOR:
+            raise RuntimeError("it is tired")
+        logits: torch.Tensor = self.layers(x)
+        return logits
+
+
+class Unwritable(Tiring):
+    """A network that trains, and that cannot be exported."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_exporting() or torch.jit.is_tracing():
+            raise RuntimeError("it cannot be written down")
+        logits: torch.Tensor = self.layers(x)
+        return logits

@@ -669,11 +669,11 @@ async def test_why_a_device_did_not_do_its_work_is_logged_and_told_with_its_name
     mismatch = f"task-mismatch: declines has task {OTHER_TASK.fingerprint()}, we have {TASK.fingerprint()}"
     assert reasons.pop("declines").startswith(mismatch)
     assert reasons == {
-        "fails": "failed: its own code failed; the log of fails says more",
+        "fails": "failed: its own code failed; its log says more",
         "rejected": "malformed: LabelsDescribed: Object missing required field `feature`",
         "silent": "no report before the deadline",
     }
-    declined = "declined: it is too hot; the log of declines says more"
+    declined = "declined: it is too hot; its log says more"
     for device, reason in {**reasons, "declines": declined}.items():
         assert f"device={device} order=r.1.trial.{device} reason={reason!r}" in caplog.text
         assert events.count({"device": device, "round": 1, "reason": reason}) == 1

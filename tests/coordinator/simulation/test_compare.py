@@ -22,7 +22,7 @@ from coordinator.simulation.outcome import Cost, RunOutcome
 from coordinator.simulation.report import of_comparison, write_results
 from coordinator.simulation.settings import CompareSettings, Scenario
 from fedge.child import Child
-from fedge.errors import ConfigError, StoreError
+from fedge.errors import ConfigError, FruitlessError, StoreError
 from tests.support.comparison import a_comparison, a_run
 
 SMALL = {"devices": 3, "samples": 200, "rounds": 2, "jobs": 1}
@@ -274,3 +274,12 @@ def test_a_method_that_cannot_be_had_is_refused_before_the_others_have_run(tmp_p
         compare(settings, tmp_path / "out", ran.append)
     assert not ran
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_run_that_learned_nothing_ends_the_comparison_and_is_named(tmp_path: Path, jobs: int) -> None:
+    settings = CompareSettings(
+        **SMALL | {"jobs": jobs}, methods="fedavg,fedprox", seeds="4", model="tests.support.networks:Tiring"
+    )
+    with pytest.raises(FruitlessError, match=r"^fed(avg|prox), seed 4: nothing was learned in 2 rounds.*it is tired"):
+        compare(settings, tmp_path, lambda _: None)

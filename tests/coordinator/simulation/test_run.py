@@ -3,12 +3,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from coordinator.methods import installed_methods
+from coordinator.methods import Server, installed_methods, make
 from coordinator.simulation.federation import partition_samples
-from coordinator.simulation.outcome import RunOutcome, worst_decile
-from coordinator.simulation.run import simulate
+from coordinator.simulation.outcome import DeviceOutcome, RunOutcome, worst_decile
+from coordinator.simulation.run import of_bundles, run_on, simulate, validate
 from coordinator.simulation.settings import Scenario
-from fedge.errors import ConfigError
+from fedge.errors import ConfigError, FruitlessError
+from tests.support.comparison import a_score
 
 SCENARIO = Scenario(devices=4, samples=400, rounds=4, evaluate_every=2, partition="groups", n_groups=2)
 
@@ -104,3 +105,65 @@ def test_who_comes_late_is_drawn_by_the_seed_and_not_all_can(tmp_path: Path) -> 
     assert outcome(tmp_path).cold_start is None
     with pytest.raises(ConfigError, match="8 devices 8"):
         partition_samples(msgspec.structs.replace(scenario, late_joiners=8), 0)
+
+
+# --------------------------------------------------------------------------------------------- ends that are no success
+
+
+def of_network(name: str, **changes: object) -> Scenario:
+    return msgspec.structs.replace(SCENARIO, model=f"tests.support.networks:{name}", **changes)
+
+
+def unchecked(home: Path, scenario: Scenario, told: list[str], method: str = "fedavg") -> RunOutcome:
+    """As `simulate`, without the check of the network."""
+    federation = partition_samples(scenario, 1)
+    made = make(method, scenario.for_method(1, {}), Server(federation.task, federation.server_data))
+    return run_on(federation, made, scenario, 1, home, method, told.append)
+
+
+@pytest.mark.parametrize("method", sorted(installed_methods().keys() - {"fedcoe"}))  # its server trains, too
+def test_a_run_in_which_no_update_came_fails_with_the_devices_reason(tmp_path: Path, method: str) -> None:
+    told: list[str] = []
+    with pytest.raises(FruitlessError, match="RuntimeError: it is tired") as caught:
+        unchecked(tmp_path, of_network("Tiring"), told, method)
+    assert caught.value.exit_code == 6
+    assert not list(tmp_path.glob("*/bundles/*")), "what nobody has learned is not installed"
+    if method != "local":
+        assert str(caught.value).startswith("nothing was learned in 4 rounds: none of ")
+        assert "device-0, device-1 and 2 more: failed: RuntimeError: it is tired" in str(caught.value)
+        assert "  answered 0 of " in told[1]
+        assert "failed: RuntimeError: it is tired" in told[1]
+
+
+def test_a_run_in_which_never_enough_updates_came_fails(tmp_path: Path) -> None:
+    few = msgspec.structs.replace(SCENARIO, min_reports=5)
+    with pytest.raises(FruitlessError, match="no round brought the 5 updates that --min-reports wants, only 4 at most"):
+        outcome(tmp_path, scenario=few)
+    assert not list(tmp_path.glob("*/*/bundles"))
+
+
+def test_a_search_learns_nothing_from_devices_that_learn_nothing(tmp_path: Path) -> None:
+    with pytest.raises(FruitlessError, match="it is tired"):
+        validate(of_network("Tiring"), "fedavg", {}, 1, tmp_path, lambda *_: None)
+
+
+def test_a_run_without_any_bundle_fails(tmp_path: Path) -> None:
+    told: list[str] = []
+    with pytest.raises(
+        FruitlessError, match=r"^no device has a bundle: device-0, device-1 and 2 more: failed: .*written"
+    ):
+        unchecked(tmp_path, of_network("Unwritable"), told)
+    assert "bundles" not in told[-1]
+
+
+def test_the_figure_of_the_bundles_is_of_those_that_are_there() -> None:
+    def end(i: str, accuracy: float, problem: str = "") -> DeviceOutcome:
+        return DeviceOutcome(
+            id=i, group=0, n_train=40, score=a_score(accuracy), trained=3, bundle=not problem, problem=problem
+        )
+
+    whole = {i: end(i, 0.5) for i in "ab"}
+    assert of_bundles(whole) == "the devices' bundles  accuracy 0.500"
+    assert of_bundles(whole | {"c": end("c", 0.9, "failed: no room")}) == (
+        "the bundles of 2 of 3 devices  accuracy 0.500  without one: c: failed: no room"
+    )

@@ -13,9 +13,18 @@ from coordinator.options import resolve_options
 from coordinator.service import CoordinatorSettings
 from coordinator.simulation.run import validate
 from coordinator.simulation.settings import Scenario, SimulationSettings, TuneSettings
-from coordinator.simulation.tune import Range, Tried, Tuning, applied, configuration, keep_search, ranges_of
+from coordinator.simulation.tune import (
+    Range,
+    Tried,
+    Tuning,
+    applied,
+    configuration,
+    every_trial_failed,
+    keep_search,
+    ranges_of,
+)
 from fedge.config import resolve
-from fedge.errors import ConfigError
+from fedge.errors import ConfigError, FruitlessError
 
 
 def test_by_default_the_learning_rate_and_the_options_with_bounds_are_searched() -> None:
@@ -103,3 +112,13 @@ def test_ray_tune_reports_nothing() -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert ran.stdout.split()[-1] == "False"
+
+
+def test_a_search_whose_trials_all_failed_says_why_in_a_line() -> None:
+    """Ray gives the traceback as the text, and mostly the cause beside it."""
+    raised = RuntimeError("Traceback:\n  File x\nValueError: of the user's")
+    assert str(every_trial_failed(raised)) == "every trial failed: ValueError: of the user's"
+    raised.cause = FruitlessError("nothing was learned")  # type: ignore[attr-defined]
+    found = every_trial_failed(raised)
+    assert isinstance(found, FruitlessError)
+    assert str(found) == "every trial failed: nothing was learned"
