@@ -38,6 +38,7 @@ from fedge.files import (
     make_folder,
     read_lasting,
     reading,
+    remove_unfinished,
     require_utf8,
     whole_folder,
     write_atomically,
@@ -141,8 +142,7 @@ class Slots:
         self.state = self._load()
 
     def _tidy_up(self) -> None:
-        for left in (*self._home.glob(".unfinished-*"), *self._home.glob(".replaced-*")):
-            shutil.rmtree(left, ignore_errors=True)
+        remove_unfinished(self._home)
         mine = [path for name in ("slots", "outcome", "root") for path in self._home.glob(f".tmp-{name}.json-*")]
         for left in (*mine, *(self._home / "parts").glob(".tmp-*"), *self._home.glob("slot-?/.tmp-*")):
             left.unlink(missing_ok=True)

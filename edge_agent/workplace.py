@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from signal import SIGKILL
@@ -25,7 +26,7 @@ from edge_agent.settings import AgentSettings
 from edge_agent.worker import Finished, Worker
 from fedge.child import Child, DiedError
 from fedge.errors import ConfigError, StoreError
-from fedge.files import BlobFolder, versions_in
+from fedge.files import BlobFolder, remove_unfinished, versions_in
 from fedge.messages import BlobRef, Order, Report, Why
 from fedge.processor import Processor
 from fedge.step import Action, Failed, Refusal, read_result, report_of
@@ -41,6 +42,8 @@ KEEP_S: Final = 60.0
 """The process waits this long for the next order; the steps of a round follow each other faster."""
 ENOUGH_BYTES: Final = 1 << 29
 """With less free memory, the process ends after each order."""
+LOADING_S: Final = 600.0
+"""A process that is still loading waits this long for the next order, however little memory is free."""
 ATTEMPTS: Final = 2
 """Attempts at an order whose process dies: a lack of memory may pass, a network that crashes does so again."""
 
@@ -79,6 +82,7 @@ class Workplace:
 
     def __init__(self, settings: AgentSettings, digest: str) -> None:
         """`digest`: of the `samples` as the agent took them at its start; orders fail once they are others."""
+        self._bundles = settings.home / "bundles"
         self._digest = digest
         self._settings = msgspec.structs.replace(settings, password=None, inference_only=not settings.trains)
         self._child: Child | None = None
@@ -96,7 +100,7 @@ class Workplace:
         """Carry out an order.
 
         Raises:
-            StoppedError: `stop()` was true; the process is killed, unless it is still loading torch.
+            StoppedError: `stop()` was true; the process is killed, unless it is still loading torch and the samples.
             StoreError: the disk is full or broken.
         """
         with self._in_use:
@@ -108,9 +112,11 @@ class Workplace:
                 self._keep()
 
     def _execute(self, order: Order, stop: Stop, action: Action) -> Finished:
+        began = time.monotonic()
         for _ in range(ATTEMPTS):
             if self._child is None:
-                self._child = Child("edge_agent.workplace:carry_out")
+                remove_unfinished(self._bundles)
+                self._child = Child("edge_agent.workplace:carry_out", self._settings, self._digest, None)
             child, self._child = self._child, None
             try:
                 child.load(stop)
@@ -122,12 +128,14 @@ class Workplace:
             except StoppedError:
                 if not child.loaded:  # or a device that loads for longer than its orders last would never do one
                     self._child = child
+                else:
+                    remove_unfinished(self._bundles)
                 raise
             self._child = child
             result = read_result(done.report, action)
             if isinstance(result, Refusal):
                 result = msgspec.structs.replace(result, reason=done.reason)
-            return Finished(result, done.blobs, untimed_s=done.untimed_s)
+            return Finished(result, done.blobs, untimed_s=min(done.untimed_s, time.monotonic() - began))
         why = Why.MEMORY if died.status == -SIGKILL else Why.ERROR
         return Finished(Failed(why=why, reason=f"the process that does the work ended {ATTEMPTS} times: {died}"))
 
@@ -136,6 +144,8 @@ class Workplace:
         keep_s = self._settings.keep_worker_s
         if keep_s is None:
             keep_s = KEEP_S if free_bytes() >= ENOUGH_BYTES else 0.0
+        if self._child is not None and not self._child.loaded:
+            keep_s = max(keep_s, LOADING_S)
         self._rest = threading.Timer(keep_s, self.close)
         self._rest.daemon = True
         self._rest.start()
@@ -151,14 +161,19 @@ class Workplace:
 # ------------------------------------------------------------------------------------------------------- the child
 
 
-def carry_out(settings: AgentSettings, digest: str, order: Order) -> Done:
-    """An order, by a worker that is made with the first one."""
+def carry_out(settings: AgentSettings, digest: str, order: Order | None) -> Done | None:
+    """An order, by a worker that is made once; None: only make it, which takes longer than some orders last."""
+    if order is None:
+        with suppress(Exception):  # the order that comes next meets it again, and reports it
+            place = _place(settings, digest, versions_in(settings.data))
+            if settings.trains:
+                place.worker.network  # noqa: B018 - it is kept
+        return None
     models, reading_s = BlobFolder(settings.home / "models"), 0.0
     try:
-        began = time.perf_counter()
-        worker = _worker(settings, digest, versions_in(settings.data))
-        reading_s = time.perf_counter() - began  # of all samples, marked ones, too
-        finished = worker.execute(order, lambda ref: models.get(ref.digest))
+        place = _place(settings, digest, versions_in(settings.data))
+        reading_s, place.untold_s = place.untold_s, 0.0
+        finished = place.worker.execute(order, lambda ref: models.get(ref.digest))
         report = report_of(order, finished.result, 0.0)
     except StoreError:
         raise
@@ -194,8 +209,23 @@ def samples(settings: AgentSettings, task: TaskSpec) -> DeviceData:
     return DeviceData.unlabelled(device_inputs(task, settings.data))
 
 
+@dataclass(slots=True)
+class _Place:
+    """The worker, and how long it took to make: the part that no report has left out yet, in seconds."""
+
+    worker: Worker
+    untold_s: float
+
+
 @lru_cache(1)
-def _worker(settings: AgentSettings, digest: str, _: object) -> Worker:
+def _place(settings: AgentSettings, digest: str, _: object) -> _Place:
+    """As `_worker`. The time counts as that of reading all samples, marked ones, too."""
+    began = time.perf_counter()
+    worker = _worker(settings, digest)
+    return _Place(worker, time.perf_counter() - began)
+
+
+def _worker(settings: AgentSettings, digest: str) -> Worker:
     """The worker, on one core beside the agent's keep-alive; made anew when the samples change.
 
     Raises:

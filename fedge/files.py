@@ -312,6 +312,12 @@ def whole_folder(folder: Path, *, replace: bool = True) -> Iterator[Path]:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
+def remove_unfinished(folder: Path) -> None:
+    """Remove at once what killed processes have left of `whole_folder` in a folder; nobody may be at it now."""
+    for left in (*folder.glob(".unfinished-*"), *folder.glob(".replaced-*")):
+        shutil.rmtree(left, ignore_errors=True)
+
+
 def _moved_aside(folder: Path) -> Path:
     """The new place of a folder that is to be removed."""
     old = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".replaced-"))

@@ -60,6 +60,9 @@ def run(device, action):
     print("a line of the user's")
     if action.how == "slow" and times == 1:
         time.sleep(60)
+    if action.how == "fills":
+        (device.home / "bundles" / ".unfinished-1").mkdir(parents=True)
+        time.sleep(60)
     if action.how == "dies":
         os.kill(os.getpid(), signal.SIGKILL)
     if action.how == "leaves":
@@ -244,13 +247,51 @@ def test_stopping_ends_it_at_once(place: Workplace, settings: AgentSettings) -> 
     assert not children()
 
 
-def test_a_process_that_loads_for_longer_than_an_order_lasts_does_the_next(
-    place: Workplace, settings: AgentSettings
-) -> None:
+def test_what_a_stopped_order_has_begun_to_write_is_removed(place: Workplace, settings: AgentSettings) -> None:
+    begun = settings.home / "bundles" / ".unfinished-1"
     with pytest.raises(StoppedError):
-        done(place, *draw(settings), stop=lambda: True)
-    (child,) = children()
-    assert done(place, *draw(settings)).result.pid == child.pid  # type: ignore[attr-defined]
+        done(place, *draw(settings, "fills"), stop=begun.exists)
+    assert not begun.exists()
+    begun.mkdir()  # by a process that was killed together with its agent
+    done(place, *draw(settings))
+    assert not begun.exists()
+
+
+SLOW_IMPORT = """
+import importlib.abc, sys
+class Slow(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "torch":
+            wait()
+sys.meta_path.insert(0, Slow())
+"""
+SLOW_SAMPLES = """
+from fedge import npz
+real = npz.load
+npz.load = lambda *given: (wait(), real(*given))[1]
+"""
+
+
+@pytest.mark.parametrize("slow", [SLOW_IMPORT, SLOW_SAMPLES])
+def test_a_process_that_loads_for_longer_than_an_order_lasts_does_the_next(
+    settings: AgentSettings, monkeypatch: pytest.MonkeyPatch, slow: str
+) -> None:
+    """torch and the samples, on a device that trains: only there it takes long."""
+    folder = settings.data.parent
+    (folder / "sitecustomize.py").write_text(
+        "import time\nfrom pathlib import Path\nhere = Path(__file__).parent\n"
+        "def wait():\n    (here / 'loading').touch()\n"
+        "    while not (here / 'go').exists():\n        time.sleep(0.02)\n" + slow
+    )
+    monkeypatch.setattr(workplace, "ENOUGH_BYTES", 1 << 60)  # nor does it end for want of memory
+    settings = msgspec.structs.replace(settings, inference_only=False)
+    with contextlib.closing(working(settings)) as place:
+        monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+        with pytest.raises(StoppedError):
+            done(place, *draw(settings), stop=(folder / "loading").exists)
+        (child,) = children()
+        (folder / "go").touch()
+        assert done(place, *draw(settings)).result.pid == child.pid  # type: ignore[attr-defined]
 
 
 def test_data_that_cannot_be_read_any_more_fail_the_order(place: Workplace, settings: AgentSettings) -> None:
