@@ -188,11 +188,14 @@ class Progress:
             devices += f" ({why})"
         shown = "-" if last["accuracy"] is None else f"{last['accuracy']:.3f}"
         traffic = f"{summary['bytes_up'] / 1e6:.2f} MB up, {summary['bytes_down'] / 1e6:.2f} MB down"
+        promise = summary.get("privacy")
         if summary["done"]:
             why = told(without_bundle_because(summary))
             missing = f", NO BUNDLE on {why}" if why else ""
             bundles = f"{len(summary['installed'])} bundles installed{missing}"
-            return f"{'done' if summary['installed'] else 'ended'}: {bundles}, {traffic}, {summary['wall_s']:.0f} s"
+            return f"{'done' if summary['installed'] else 'ended'}: {bundles}, {traffic}, {summary['wall_s']:.0f} s" + (
+                f"; privacy: {promise}" if promise else ""
+            )
         if number == self._told:  # a method may have steps after its last round of training
             return f"after round {number}: {devices}, {traffic}"
         return f"round {number}/{rounds}  {devices}  validation accuracy {shown}  {traffic}  about {left_s:.0f} s left"
@@ -264,6 +267,8 @@ def _federation_lines(summary: dict[str, Any]) -> list[str]:
         f"clusters    {len(summary['clusters']) if summary['split'] else 'one global model'}",
         f"traffic     {summary['bytes_up'] / 1e6:.2f} MB up, {summary['bytes_down'] / 1e6:.2f} MB down",
     ]
+    if promise := summary.get("privacy"):
+        lines.append(f"privacy     {promise}")
     last = {name: f"; the last: {text}" for name, text in summary.get("last_refused", {}).items()}
     refused = [f"{name}, {n} times{last.get(name, '')}" for name, n in summary["refused"].items()]
     lines += [f"refused     {text}" for text in refused or ["nothing"]]

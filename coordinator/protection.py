@@ -95,6 +95,13 @@ class Protection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             noise_multiplier=self.dp_noise,
         )
 
+    def promise(self) -> str:
+        """In words, what differential privacy promises each sample; empty: nothing."""
+        if not self.dp:
+            return ""
+        what = f"noise {self.dp_noise:g} in each step" if self.dp_noise else f"epsilon at most {self.dp_epsilon:g}"
+        return f"{what}, delta {self.dp_delta:g}; each agent's log says what it has spent"
+
     @property
     def guards(self) -> frozenset[Guard]:
         """The enabled optional guards."""

@@ -553,6 +553,7 @@ def write_summary(
     summary = {
         "federation": settings.federation,
         "seed": settings.seed,
+        "privacy": method.settings.protection.promise(),
         **method.summary(state),
         "bytes_up": counters.get("bytes_up", 0),
         "bytes_down": counters.get("bytes_down", 0),

@@ -29,7 +29,8 @@ from fedge.errors import ConfigError, StoreError
 from fedge.files import BlobFolder, remove_unfinished, versions_in
 from fedge.messages import BlobRef, Order, Report, Why
 from fedge.processor import Processor
-from fedge.step import Action, Failed, Refusal, read_result, report_of
+from fedge.step import Action, Failed, Refusal, read_action, read_result, report_of
+from fedge.steps.train_dp import TrainDp, TrainedDp
 from fedge.stopping import Stop, StoppedError
 from fedge.task import TaskSpec
 
@@ -174,6 +175,8 @@ def carry_out(settings: AgentSettings, digest: str, order: Order | None) -> Done
         place = _place(settings, digest, versions_in(settings.data))
         reading_s, place.untold_s = place.untold_s, 0.0
         finished = place.worker.execute(order, lambda ref: models.get(ref.digest))
+        if isinstance(finished.result, TrainedDp):
+            tell_spent(settings.home, order)
         report = report_of(order, finished.result, 0.0)
     except StoreError:
         raise
@@ -183,6 +186,17 @@ def carry_out(settings: AgentSettings, digest: str, order: Order | None) -> Done
         report = report_of(order, finished.result, 0.0)
     reason = finished.result.reason if isinstance(finished.result, Refusal) else ""
     return Done(report, finished.blobs, reading_s + finished.untimed_s, reason)
+
+
+def tell_spent(home: Path, order: Order) -> None:
+    """Log what this home's samples have spent, in the run of an order that was carried out and in all."""
+    from edge_agent.privacy_ledger import Ledger
+
+    action, ledger = read_action(order, {TrainDp.STEP: TrainDp}), Ledger(home)
+    assert isinstance(action, TrainDp)
+    delta = action.privacy.delta
+    of_run, in_all = ledger.spent(delta, run=order.run), ledger.spent(delta)
+    log.info("event=privacy_spent round=%d epsilon=%.3f in_all=%.3f delta=%g", order.round, of_run, in_all, delta)
 
 
 def require_processor(processor: Processor) -> None:

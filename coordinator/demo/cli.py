@@ -58,6 +58,7 @@ def demo(config: Path | None, options: tuple[str, ...], json_file: Path | None, 
         "fedavg+ft: fine-tuned at the end; expert: the best shared model; personal: what the device has installed",
         "expert and personal are measured at the end alone",
         *(f"cluster {k}: {', '.join(members)}" for k, members in ours.clusters.items()),
+        *(f"{name}: {value:.2f}, the most of a device" for name, value in ours.details.items()),
         f"broker {demonstration.broker}: {megabytes(ours.bytes_up)} up, {megabytes(ours.bytes_down)} down; "
         f"{demonstration.wall_s:.0f} s in all",
     ]

@@ -26,6 +26,7 @@ from coordinator.methods import DEFAULT, MethodSettings, ModelState, Option, mak
 from coordinator.methods.local import Local, learn_alone
 from coordinator.selection import cohort_size
 from coordinator.simulation.compare import Comparison, Demonstration, compare_runs
+from coordinator.simulation.evaluation import epsilon_spent
 from coordinator.simulation.federation import Federation, require_summable
 from coordinator.simulation.interface import one_thread
 from coordinator.simulation.outcome import DeviceOutcome, Point, RunOutcome, outcome_of, score
@@ -115,6 +116,9 @@ async def over_mqtt(
         for i, share in cameras.shares.items()
     }
 
+    homes = (settings.folder / i / "home" for i in cameras.shares)
+    spent = epsilon_spent(homes, as_simulated(settings).for_method(settings.seed, {}).protection)
+
     def measured(method: str, classes: Mapping[str, NDArray[np.integer]]) -> RunOutcome:
         devices = [
             DeviceOutcome(
@@ -145,6 +149,7 @@ async def over_mqtt(
             validation=reported,
             wall_s=summary["wall_s"],
             evaluation_s=0.0,
+            details=spent,
         )
 
     return [measured("expert", experts), measured("personal", predicted)], summary, broker

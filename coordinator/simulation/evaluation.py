@@ -8,16 +8,19 @@ predicts through `deploy`: the headline is what devices really run. Only this mo
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 import deploy
 from coordinator.methods import Method, State
+from coordinator.protection import Protection
 from coordinator.simulation.federation import Federation, Samples
 from coordinator.simulation.outcome import DeviceOutcome, Score, score
+from edge_agent.privacy_ledger import Ledger
 from edge_agent.worker import Worker
 from fedge import preprocess
 from fedge.messages import Role
@@ -30,6 +33,17 @@ if TYPE_CHECKING:
     import torch
 
     from coordinator.fleet.simulated import SimulatedFleet
+
+
+def epsilon_spent(homes: Iterable[Path], protection: Protection) -> dict[str, float]:
+    """The most that training has spent of a device's privacy, under its name; empty without differential privacy.
+
+    `homes`: of the devices.
+    """
+    if not protection.dp:
+        return {}
+    spent = (Ledger(home).spent(protection.dp_delta) for home in homes)
+    return {f"epsilon spent (delta {protection.dp_delta:g})": max(spent, default=0.0)}
 
 
 class Evaluation:

@@ -21,7 +21,7 @@ from coordinator.fleet.simulated import Execute, SimulatedFleet
 from coordinator.methods import Method, Option, Server, State, make
 from coordinator.samples import by_class, without_samples
 from coordinator.simulation import rounds
-from coordinator.simulation.evaluation import Evaluation
+from coordinator.simulation.evaluation import Evaluation, epsilon_spent
 from coordinator.simulation.federation import Federation, gather, partition_samples
 from coordinator.simulation.outcome import DeviceOutcome, Point, RunOutcome, Score, outcome_of, without_bundle
 from coordinator.simulation.settings import Running, Scenario
@@ -112,18 +112,24 @@ def run_on(
             if track is not None:
                 track(point)
 
+        def privacy(state: State) -> dict[str, float]:
+            at_work = federation.shares if isinstance(federation.shares, dict) else state.participations
+            return epsilon_spent((home / i for i in at_work), made.settings.protection)
+
         def on_round(state: State) -> None:
             """Skip rounds after training, which have no number of their own."""
             if state.round <= scenario.rounds and not made.done(state) and state.round % scenario.spacing == 0:
                 measure(state, state.round, _mean(evaluation.now(made, state, fleet), federation.late_joiners))
                 reached = f"round {state.round}/{scenario.rounds}  accuracy {curve[-1].accuracy:.3f}"
-                watch(reached + missing(state, fleet))
+                spent = "".join(f"  {name} {value:.2f}" for name, value in privacy(state).items())
+                watch(reached + spent + missing(state, fleet))
 
         begun = made.begin(federation.layout, first)
         on_round(begun)
         state = run_to_end(rounds.run(made, begun, fleet, on_round))
         final = evaluation.finally_(made, state, fleet)
         watch(of_bundles(final))
+        spent = privacy(state)
         measure(state, scenario.rounds, _mean({i: end.score for i, end in final.items()}, federation.late_joiners))
     summary = made.summary(state)
     return outcome_of(
@@ -142,7 +148,7 @@ def run_on(
         wall_s=round(time.perf_counter() - began, 3),
         evaluation_s=round(evaluation.seconds, 3),
         validation={line.round: line.accuracy for line in state.history if line.accuracy is not None},
-        details={name: value for name, value in summary.items() if isinstance(value, float)},
+        details={name: value for name, value in summary.items() if isinstance(value, float)} | spent,
         draws=federation.milder.draws,
         moved=federation.milder.moved,
     )

@@ -24,6 +24,7 @@ from coordinator.fleet.mqtt import MqttFleet
 from coordinator.fleet.problems import Problem
 from coordinator.methods import RoundSummary, make
 from coordinator.methods.fedavg import FedAvgState
+from coordinator.protection import Protection
 from coordinator.service import CoordinatorSettings, write_summary
 from coordinator.store import Store
 from fedge.broker import LocalBroker
@@ -270,6 +271,17 @@ def test_progress_is_a_line_per_round(capsys: pytest.CaptureFixture[str], live: 
     assert f"ended: 0 bundles installed, NO BUNDLE on b: {why}" in said
     assert ("\r" in said) == live  # redrawn in place
     assert live or said.count("\n") == 4
+
+
+def test_the_end_says_what_a_private_run_has_promised(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    promise = Protection(dp_epsilon=4, dp_delta=1e-6).promise()
+    assert promise == "epsilon at most 4, delta 1e-06; each agent's log says what it has spent"
+    Progress(live=False).observe("round_done", summary(done=True, installed={"a": {}}, privacy=promise))
+    assert f"; privacy: {promise}" in capsys.readouterr().err
+    found = json.loads((home / "summary.json").read_bytes())
+    assert found["privacy"] == Protection().promise() == ""
+    (home / "summary.json").write_text(json.dumps(found | {"privacy": promise}))
+    assert f"privacy     {promise}" in run_fedge("status", "--home", home).stdout
 
 
 def test_the_last_round_is_told_once_and_what_follows_has_no_number(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from edge_agent import workplace
+from edge_agent.privacy_ledger import Ledger
 from edge_agent.settings import AgentSettings
 from edge_agent.worker import Finished, Worker
 from edge_agent.workplace import Workplace, samples
@@ -27,6 +28,7 @@ from fedge.messages import Order, Why
 from fedge.sgd import Sgd
 from fedge.step import Action, Failed, known_steps
 from fedge.steps.train import Start, Train, Trained
+from fedge.steps.train_dp import Privacy, TrainDp
 from fedge.stopping import StoppedError, never
 from fedge.tasks import device_data
 from tests.support.orders import Blobs, order
@@ -143,6 +145,21 @@ def test_training_gives_the_bytes_that_it_gives_in_this_process(settings: AgentS
     assert (there.result, there.blobs) == (here.result, here.blobs)
     assert "torch" in Path(f"/proc/{children()[0].pid}/maps").read_text()
     place.close()
+
+
+def test_what_an_order_has_spent_is_told_in_the_agents_log(
+    settings: AgentSettings, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = msgspec.structs.replace(settings, inference_only=False)
+    blobs = Blobs(settings.spec())
+    ref = blobs.model(3)
+    BlobFolder(settings.home / "models").put(blobs[ref.digest])
+    privacy = Privacy(clip_norm=1.0, delta=1e-5, participations=1, noise_multiplier=1.0)
+    action = TrainDp(starts=(Start(model=ref),), sgd=Sgd(steps=2), privacy=privacy)
+    with contextlib.closing(working(settings)) as place, caplog.at_level("INFO", "fedge.agent"):
+        done(place, order(action, task=settings.spec()), action)
+    spent = Ledger(settings.home).spent(1e-5)
+    assert f"event=privacy_spent round=1 epsilon={spent:.3f} in_all={spent:.3f} delta=1e-05" in caplog.text
 
 
 def test_reading_the_samples_is_no_part_of_the_time_that_is_told(

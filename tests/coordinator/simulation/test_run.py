@@ -6,8 +6,10 @@ import pytest
 from coordinator.methods import Server, installed_methods, make
 from coordinator.simulation.federation import partition_samples
 from coordinator.simulation.outcome import DeviceOutcome, RunOutcome, worst_decile
+from coordinator.simulation.report import lines_of
 from coordinator.simulation.run import of_bundles, run_on, simulate, validate
 from coordinator.simulation.settings import Scenario
+from edge_agent.privacy_ledger import Ledger
 from fedge.errors import ConfigError, FruitlessError
 from tests.support.comparison import a_score
 
@@ -105,6 +107,16 @@ def test_who_comes_late_is_drawn_by_the_seed_and_not_all_can(tmp_path: Path) -> 
     assert outcome(tmp_path).cold_start is None
     with pytest.raises(ConfigError, match="8 devices 8"):
         partition_samples(msgspec.structs.replace(scenario, late_joiners=8), 0)
+
+
+def test_what_a_private_run_has_spent_is_told_on_the_way_and_at_the_end(tmp_path: Path) -> None:
+    told: list[str] = []
+    scenario = msgspec.structs.replace(SCENARIO, rounds=1, evaluate_every=1, dp_noise=1.0)
+    found = simulate(scenario, "fedavg", {}, 1, tmp_path, told.append, "fedavg")
+    most = max(Ledger(tmp_path / f"device-{i}").spent(1e-5) for i in range(4))
+    assert found.details == {"epsilon spent (delta 1e-05)": most}
+    assert told[1].endswith(f"  epsilon spent (delta 1e-05) {most:.2f}")
+    assert ("epsilon spent (delta 1e-05)", f"{most:.2f}") in lines_of(found, None)
 
 
 # --------------------------------------------------------------------------------------------- ends that are no success
