@@ -1,12 +1,13 @@
 """Model changes as integers of a ring: sums are exact, and a mask that is uniform in the ring hides them.
 
-A device of weight n sends a number v as round(n * v * 2^s) modulo 2^b. The scale 2^s is the largest power of two for
-which no sum of the cohort can overflow:
+A device of weight n sends a number v as round(n * v * 2^s) modulo 2^b. The scale 2^s is the largest power of two, at
+least 1, with
 
-    cohort * (heaviest * limit * 2^s + 1/2) < 2^(b-1),      |v| <= limit,  n <= heaviest
+    cohort * (heaviest * limit + 1/2) * 2^s < 2^(b-1),      |v| <= limit,  n <= heaviest
 
-so both sides derive it from the size of the cohort and its largest weight. Values above the limit are clipped.
-Rounding moves the weighted mean of a number by at most cohort / 2 units of 2^-s / (sum of n).
+No sum of the cohort can then overflow, as rounding adds at most 1/2 to a number. Both sides use this formula as it is,
+though one bit more would at times fit: it needs nothing but the size of the cohort and its largest weight. Values above
+the limit are clipped. Rounding moves the weighted mean of a number by at most cohort / 2 units of 2^-s / (sum of n).
 
     ring      numbers                                limit
     2^32      the change of parameters               8

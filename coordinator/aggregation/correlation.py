@@ -2,7 +2,7 @@
 
 Source: "FedCoE: Bridging Generalization and Personalization via Federated Coordinated Dual-level MoEs",
 arXiv 2605.21264, Eq. 1 and 5 to 13; specification docs/methods/fedcoe.md. Departures: a temperature in Eq. 1
-(section 3), ranking by affinity (section 10.1), the profile prior (section 7).
+(section 3), no epsilon in Eq. 8 (section 10.15), ranking by affinity (section 10.1), the profile prior (section 7).
 
 Indices: experts j in 0..K-1, clients i in 0..N-1 by ascending device id, classes c in 0..C-1.
 """
@@ -21,6 +21,8 @@ from fedge.tensors import Model
 Array = NDArray[np.float64]
 Indices = tuple[int, ...]
 
+TIED: Final = 12
+"""Decimals of a share that count in a comparison: rounding decides no tie."""
 ON_THE_SIMPLEX: Final = 1e-3
 """How far the sum of a profile may be from 1 (section 11)."""
 
@@ -85,7 +87,7 @@ def select(ranking: Array, n_top: int) -> tuple[Indices, ...]:
         >>> select(np.array([[0.5, 0.2, 0.5], [0.1, 0.3, 0.2]]), 2)
         ((0, 2), (1, 2))
     """
-    return tuple(map(tuple, np.argsort(-ranking, axis=1, kind="stable")[:, :n_top].tolist()))
+    return tuple(map(tuple, np.argsort(-np.round(ranking, TIED), axis=1, kind="stable")[:, :n_top].tolist()))
 
 
 def expert_weights(m: Array, selected: Sequence[Indices]) -> Array:
@@ -124,7 +126,7 @@ def mixed(models: Iterable[Model], weights: Array) -> tuple[Model | None, ...]:
     Cost: O(n_sums * n_models * d) time, 8 * n_sums * d bytes beyond the model at hand.
     """
     sums: list[tuple[Array, Array, NDArray[np.int64]] | None] = [None] * len(weights)
-    largest = weights.argmax(axis=1)
+    largest = np.round(weights, TIED).argmax(axis=1)
     for i, (model, column) in enumerate(zip(models, weights.T, strict=True)):
         for k, weight in enumerate(column):
             if weight == 0:

@@ -5,7 +5,7 @@ divergences are in a calibrated unit D_ref (4.1), MinPts and the radius come fro
 nearest-neighbour distances (4.2), a rule places noise devices (4.4), and for large N a random subset replaces the
 single reference client (4.5).
 
-Devices are positions, by ascending id. Values closer than 1e-12 are equal where ties matter.
+Devices are positions, by ascending id. Values closer than 1e-12 are equal, also where one is a threshold.
 """
 
 from __future__ import annotations
@@ -138,8 +138,7 @@ def density_clusters(distances: Vectors, eps: float, min_points: int) -> NDArray
     """
     from sklearn.cluster import dbscan
 
-    # eps = 0 (all profiles equal) is refused there; the smallest positive number means the same.
-    _, labels = dbscan(distances, eps=max(eps, np.finfo(np.float64).tiny), min_samples=min_points, metric="precomputed")
+    _, labels = dbscan(distances, eps=eps + TIE, min_samples=min_points, metric="precomputed")
     return np.asarray(labels, np.intp)
 
 
@@ -152,7 +151,7 @@ def split(distances: Vectors, cluster: Sequence[int], theta: float) -> Clusters:
     while waiting:
         members = waiting.pop()
         inner = distances[np.ix_(members, members)]
-        if len(members) < 2 or inner.mean() <= theta:
+        if len(members) < 2 or inner.mean() <= theta + TIE:
             pieces.append(members.tolist())
             continue
         first, second = np.triu_indices(len(members), 1)
@@ -175,7 +174,7 @@ def _noise_rule(sums: Vectors, sizes: NDArray[np.intp], within: Callable[[int], 
     means = sums / sizes
     k = _first(means <= means.min() + TIE)  # ties: the earliest
     het = (within(k) + 2 * sums[k]) / (sizes[k] + 1) ** 2
-    return Place(k if means[k] <= theta and het <= theta else None, k)
+    return Place(k if means[k] <= theta + TIE and het <= theta + TIE else None, k)
 
 
 class _Growing:
@@ -222,7 +221,7 @@ def merge(distances: Vectors, clusters: Sequence[Sequence[int]], theta: float) -
     sizes = belongs.sum(axis=1)
     means = sums / np.outer(sizes, sizes)
     np.fill_diagonal(means, np.inf)
-    while (nearest := means.min(axis=1, initial=np.inf)).min(initial=np.inf) < theta:
+    while (nearest := means.min(axis=1, initial=np.inf)).min(initial=np.inf) < theta - TIE:
         smallest = nearest.min()
         a = _first(nearest <= smallest + TIE)  # ties: the clusters with the smallest members
         b = _first(means[a] <= smallest + TIE)

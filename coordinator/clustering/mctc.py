@@ -22,6 +22,7 @@ from coordinator.clustering.aidc import Clusters, numbered
 Vectors = NDArray[np.float64]
 
 DECIMALS: Final = 9
+TIED: Final = 10  # decimals of a share of the variance: cuts that differ by less are equal
 NO_DIRECTION: Final = 1e-12  # ||g|| at or below it: no direction, section 4
 COLUMNS: Final = 1 << 18  # of the updates, converted to float64 at a time
 LARGE: Final = 100_000  # parameters above which directions are projected when they are kept
@@ -300,13 +301,16 @@ def otsu(sim: Vectors) -> tuple[float, float]:
     p = len(c)
     if p < 2 or c[0] == c[-1]:
         return 0.95, 0.0
+    lowest = float(c[0])
+    c -= lowest  # small differences would vanish in sums of large numbers
+    variance = float(np.var(c))
     sums = np.cumsum(c)
 
     def between(t: NDArray[np.int64]) -> Vectors:
-        """Variance between the t smallest cosines and the others, 1 <= t < p."""
+        """Share of the variance that is between the t smallest cosines and the others, 1 <= t < p."""
         lower = sums[t - 1]
         parts = (t / p) * (1 - t / p) * ((sums[-1] - lower) / (p - t) - lower / t) ** 2
-        return np.asarray(np.round(parts, 12))
+        return np.asarray(np.round(parts / variance, TIED))
 
     best, cut = -1.0, 0
     for start in range(0, p - 1, PAIRS):
@@ -315,10 +319,10 @@ def otsu(sim: Vectors) -> tuple[float, float]:
         first = int(np.argmax(found))  # the lowest of equal ones
         if found[first] > best:
             best, cut = float(found[first]), start + first
-    tau = round(float(np.clip((c[cut] + c[cut + 1]) / 2, 0.0, 0.95)), DECIMALS)
-    below = int(np.searchsorted(c, tau))  # a pair at tau is close
-    used = float(between(np.array([below]))[0]) if 0 < below < p else 0.0
-    return tau, min(1.0, used / float(np.var(c)))
+    low, high = np.round(lowest + c[cut : cut + 2], DECIMALS)  # the two cosines as they were
+    tau = round(float(np.clip((low + high) / 2, 0.0, 0.95)), DECIMALS)
+    below = int(np.searchsorted(c, tau - lowest))  # a pair at tau is close
+    return tau, min(1.0, float(between(np.array([below]))[0])) if 0 < below < p else 0.0
 
 
 # ---------------------------------------------------------------------------------------- section 7: validation

@@ -208,17 +208,19 @@ def confidences(outputs: Array, own: int) -> Array:
 def denoised(conf: Array, own: int, ratio: float, present: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Survivors (M,): without the floor(gamma (M - 1) + 1e-9) other present experts of lowest conf; ties: higher index.
 
+    An expert of conf -inf, whose outputs are not all finite, is as one that is not present.
+
     Example:
         >>> denoised(np.array([1, 1, 1, 1, 1.5, 1]), 1, 0.5, np.ones(6, bool)).astype(int).tolist()
         [1, 1, 1, 0, 1, 0]
     """
-    others = [k for k in range(len(conf)) if present[k] and k != own]
+    keep = present & (conf > -np.inf)
+    others = [k for k in range(len(conf)) if keep[k] and k != own]
     n_dropped = math.floor(ratio * len(others) + 1e-9)
     dropped = sorted(others, key=lambda k: (conf[k], -k))[:n_dropped]
-    keep = present.copy()
     keep[own] = True
     keep[dropped] = False
-    return np.asarray(keep & ((conf > -np.inf) | (np.arange(len(conf)) == own)))
+    return np.asarray(keep)
 
 
 # -------------------------------------------------------------------------------------------- section 5: the gate

@@ -61,11 +61,13 @@ def test_the_largest_sum_does_not_overflow(cohort: int, heaviest: int, sign: int
     np.testing.assert_allclose(mean.buffers, sign * 2.0**20, rtol=1e-6)
 
 
-def test_the_scale_is_the_largest_power_of_two() -> None:
+@pytest.mark.parametrize(("cohort", "heaviest"), [(20, 300), (31, 1), (2, 1), (63, 4), (1000, 10_000)])
+def test_the_scale_is_that_of_the_formula(cohort: int, heaviest: int) -> None:
+    """Devices and server derive it independently, so it stays as it is, also where one bit more would fit (31, 1)."""
     for ring in (PARAMS, OTHERS):
-        bits = ring.fraction_bits(20, 300)
+        bits = ring.fraction_bits(cohort, heaviest)
         for more, fits in ((0, True), (1, False)):
-            assert (20 * (300 * ring.limit * 2.0 ** (bits + more) + 0.5) < 2 ** (ring.bits - 1)) == fits
+            assert (cohort * (heaviest * ring.limit + 0.5) * 2.0 ** (bits + more) < 2 ** (ring.bits - 1)) == fits
 
 
 def test_heavier_devices_than_fit_are_counted_as_the_heaviest() -> None:

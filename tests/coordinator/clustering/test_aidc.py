@@ -231,6 +231,17 @@ def test_split_ties_take_the_smallest_pair_and_the_nearer_half_is_inclusive():
     assert aidc.split(d, [0, 1, 2, 3], 0.4) == ((0, 1, 3), (2,))
 
 
+def test_at_exactly_a_threshold_rounding_decides_nothing():
+    """0.1 + 0.1 + 0.1 is 0.30000000000000004."""
+    assert aidc.place_noise(matrix(0.1, 0.1, 0.1), [[0, 1]], [2], (0.1 + 0.1 + 0.1) / 3 - 1e-17) == ((0, 1, 2),)
+    d = matrix(*[0.1 + 0.1 + 0.1] * 3)
+    assert aidc.split(d, [0, 1, 2], 0.2) == ((0, 1, 2),)  # 6 of 9 pairs: 0.2
+    assert aidc.place_noise(matrix(0.1, 0.1 + 0.2, 0.1 + 0.2), [[0, 1]], [2], 0.3) == ((0, 1, 2),)
+    assert aidc.merge(matrix(0.1 * 3 - 2e-16), [[0], [1]], 0.3) == ((0,), (1,)), "at the threshold they stay apart"
+    equal = np.full((6, 6), 0.3) - 0.3 * np.eye(6)
+    assert not aidc.density_clusters(equal, np.mean([0.3] * 6) - 1e-16, 3).any(), "a radius that is their distance"
+
+
 def test_split_peels_devices_one_by_one():
     assert aidc.split(np.ones((40, 40)) - np.eye(40), range(40), 0.1) == tuple((i,) for i in range(40))
 

@@ -406,6 +406,7 @@ def test_without_a_direction_all_are_in_one_place():
         ((-0.869, -0.650, -0.325, -0.164, -0.088, 0.262), 0.0, 0.468),  # Otsu's own cut, -0.4875, has 0.748
         ((-0.9, -0.8, -0.7, -0.3, -0.2, -0.1), 0.0, 0.0),  # nobody is close
         ((0.951, 0.952, 0.953, 0.998, 0.999, 1.0), 0.95, 0.0),  # everybody is
+        ((0.5, 0.5, 0.5, 0.500001, 0.500001, 0.500001), 0.5000005, 1.0),  # two values, however close
     ],
 )
 def test_separability_is_that_of_the_cut_that_is_used(pairs, tau, eta):

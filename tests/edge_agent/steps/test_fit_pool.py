@@ -109,6 +109,9 @@ def test_what_is_not_finite_never_survives() -> None:
     conf = confidences(outputs, 0)
     assert conf[2] == -np.inf
     assert denoised(conf, 0, 0.0, np.ones(3, bool)).tolist() == [True, True, False]
+    assert denoised(np.array([-np.inf, 1]), 1, 0.2, np.ones(2, bool)).tolist() == [False, True]
+    four = denoised(np.array([-np.inf, 0, 1, 2]), 3, 0.5, np.ones(4, bool))
+    assert four.tolist() == [False, False, True, True], "it is missing, so one of the two others goes"
 
 
 def test_the_gate_starts_orthogonal_and_anchored_on_the_own_expert() -> None:
