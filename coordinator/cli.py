@@ -31,12 +31,13 @@ from fedge.identity import Role, Subject
 from fedge.logs import bind, in_json, note
 from fedge.messages import Status, decode, is_outdated
 from fedge.retained import retained
+from fedge.route import parse_address
 from fedge.sealed import speaker
 from fedge.stopping import INTERRUPTED
 from fedge.tasks import task_spec
 from fedge.text import printable
 from fedge.topics import Topics
-from fedge.transport import BrokerSettings, Transport, parse_address
+from fedge.transport import BrokerSettings, Transport
 from fedge.weights import with_network
 
 log = logging.getLogger("fedge.coordinator")
@@ -90,8 +91,10 @@ async def _served(
     """Run the federation, with its page if requested; the page's further settings are in section [ui]."""
     if settings.ui is None:
         return await work()
-    host, port = parse_address(settings.ui)
-    given = {"home": settings.home, "store": settings.store, "host": host, "port": port}
+    at = parse_address(settings.ui)
+    if at.path is not None:
+        raise ConfigError(f"ui: write HOST:PORT, not {settings.ui!r}")
+    given = {"home": settings.home, "store": settings.store, "host": at.host, "port": at.port}
     shown = resolve(UiSettings, "ui", config, given)
     async with page(shown, settings.federation, config) as running:
         log.info("event=page url=%s token_file=%s", running.url, settings.home / "ui-token")

@@ -405,7 +405,7 @@ class Intake(Process):
     async def _publish(self, topic: str, payload: bytes, **how: Any) -> None:
         try:
             await self._transport.publish(topic, payload, **how)
-        except (TransportError, ValueError) as error:  # only this topic is affected; what matters is repeated
+        except TransportError as error:  # only this topic is affected; what matters is repeated
             log.error("event=publish_refused topic=%s reason=%r", topic, str(error))  # noqa: TRY400 - the text is all
 
 

@@ -643,7 +643,7 @@ class Link:
                     await self._transport.publish(topic, self._signed.seal(topic, encode(health)), retain=True)
                 except WithheldError:
                     log.info("event=withheld topic=%s", topic)
-                except (TransportError, StoreError, ValueError) as error:
+                except (TransportError, StoreError) as error:
                     log.error("event=publish_refused topic=%s reason=%r", topic, str(error))  # noqa: TRY400
 
 

@@ -15,7 +15,7 @@ import msgspec
 
 from deploy.batching import BusyError
 from deploy.serving import Served
-from fedge.errors import ConfigError, StoreError, TransportError
+from fedge.errors import ConfigError, StoreError, TooLargeError, TransportError
 from fedge.topics import ROOT, Topics
 from fedge.transport import Inbound, Transport
 
@@ -81,10 +81,10 @@ class Sensor:
         try:
             try:
                 await self._transport.publish(topic, payload, expires_in_s=EXPIRES_S, correlation=correlation)
-            except ValueError:
+            except TooLargeError:
                 payload = self._refusal("the answer is larger than the broker takes; ask for fewer outputs or samples")
                 await self._transport.publish(topic, payload, expires_in_s=EXPIRES_S, correlation=correlation)
-        except (TransportError, StoreError, ValueError) as error:  # the topic alone may already be too long
+        except (TransportError, StoreError) as error:  # the topic alone may already be too long
             log.warning("event=answer_refused topic=%s reason=%r", topic, str(error))
 
     def _may_answer(self, topic: str) -> bool:

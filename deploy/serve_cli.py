@@ -39,11 +39,12 @@ from fedge.errors import ConfigError, StoreError, TransportError
 from fedge.logs import bind
 from fedge.notify import ready
 from fedge.renewal import Renewal
+from fedge.route import parse_address
 from fedge.step import Reveals
 from fedge.stopping import INTERRUPTED
 from fedge.tls import server_tls
 from fedge.topics import Topics
-from fedge.transport import SLOW_RETRY_S, BrokerSettings, Transport, parse_address
+from fedge.transport import SLOW_RETRY_S, BrokerSettings, Transport
 
 log = logging.getLogger("fedge.deploy")
 

@@ -649,7 +649,7 @@ class Agent:
                     await self._transport.publish(topic, self._signed.seal(topic, payload), retain=retain)
                     if self._session.phase(key) is session.Phase.REPORTED:
                         self._sent[key] += 1
-                except (TransportError, ValueError) as error:
+                except TransportError as error:
                     # The broker's rules forbid this one; important messages are repeated, and the operator sees the
                     # reason.
                     self._say("publish_refused", logging.ERROR, topic=topic, detail=str(error))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import signal
 import threading
@@ -50,6 +51,38 @@ async def until_stopped(work: Coroutine[Any, Any, T]) -> T | None:
         return await running
     except asyncio.CancelledError:
         return None
+
+
+def in_daemon(work: Callable[[], T], orphaned: Callable[[], None] = lambda: None) -> asyncio.Future[T]:
+    """Run blocking work in a thread for which neither the loop nor the process waits on exit.
+
+    `orphaned`: is called, in that thread, if the loop has ended meanwhile.
+    """
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def run() -> None:
+        try:
+            finish = functools.partial(_set_result, done, work())
+        except Exception as error:  # noqa: BLE001 - whoever waits is told
+            finish = functools.partial(_set_exception, done, error)
+        try:
+            loop.call_soon_threadsafe(finish)
+        except RuntimeError:
+            orphaned()
+
+    threading.Thread(target=run, name="connecting", daemon=True).start()
+    return done
+
+
+def _set_result(done: asyncio.Future[T], result: T) -> None:
+    if not done.done():
+        done.set_result(result)
+
+
+def _set_exception(done: asyncio.Future[T], error: Exception) -> None:
+    if not done.done():
+        done.set_exception(error)
 
 
 class Background:

@@ -10,7 +10,8 @@ from msgspec import Meta, Struct
 
 from fedge.config import Secret
 from fedge.errors import ConfigError
-from fedge.transport import BrokerSettings, parse_address
+from fedge.route import parse_address
+from fedge.transport import BrokerSettings
 
 CA: Final = "ca.crt"
 CERTIFICATE: Final = "own.crt"
@@ -37,10 +38,21 @@ class Credentials(Struct, frozen=True, kw_only=True):
         Raises:
             ConfigError: not an address, or the certificates cannot be used.
         """
-        host, port = parse_address(address)
+        at = parse_address(address)
         files = self.by_files()
+        if at.path is not None and not at.secure and files.ca_file is not None:
+            raise ConfigError(f"{address} is without TLS: with certificates it is wss://")
         broker = BrokerSettings(
-            host, port, self.username, self.password, files.ca_file, files.cert_file, files.key_file, keepalive_s
+            at.host,
+            at.port,
+            self.username,
+            self.password,
+            files.ca_file,
+            files.cert_file,
+            files.key_file,
+            keepalive_s,
+            at.path,
+            at.secure,
         )
         broker.tls()  # read once at start: at a connection, a missing file would look like an outage
         return broker

@@ -7,6 +7,7 @@ FedgeError
  ├─ StoreError       durable state could not be written or read: the process stops (exit code 4)
  │   └─ DamagedError   a file that was kept is not what was written: an agent fails the order that needs it
  ├─ TransportError   the broker cannot be reached or refused us (exit code 3)
+ │   └─ TooLargeError  a message is larger than this broker takes; nothing else is affected
  └─ FruitlessError   a run came to its end and nothing was learned, or no device has a bundle (exit code 6)
 """
 
@@ -36,6 +37,10 @@ class TransportError(FedgeError):
     """The broker cannot be reached, or refused the connection; the text holds its reason code."""
 
     exit_code = 3
+
+
+class TooLargeError(TransportError):
+    """A message is larger than the broker takes. Whoever can say the same in smaller ones does."""
 
 
 class StoreError(FedgeError):

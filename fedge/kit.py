@@ -20,8 +20,8 @@ from fedge import certificates
 from fedge.config import Name
 from fedge.errors import MALFORMED, ConfigError
 from fedge.identity import out_of_date, subject_of
+from fedge.route import parse_address
 from fedge.task import TaskSpec
-from fedge.transport import parse_address
 
 SUFFIX: Final = ".kit"
 MAX_BYTES: Final = 1 << 20

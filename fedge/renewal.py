@@ -88,7 +88,7 @@ class Renewal:
         """Log why nothing is renewed, and go on: the present certificate may be good for a long time."""
         try:
             yield
-        except (ConfigError, StoreError, TransportError, ValueError) as error:
+        except (ConfigError, StoreError, TransportError) as error:
             log.error("event=not_renewed device=%s reason=%r", self._device_id, str(error))  # noqa: TRY400
 
     def _note_refusal(self, reason: str) -> None:

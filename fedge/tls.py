@@ -9,14 +9,19 @@ from pathlib import Path
 from fedge.errors import ConfigError, failing_as
 
 
-def client_tls(ca_file: str, cert_file: str | None, key_file: str | None) -> ssl.SSLContext:
+def client_tls(ca_file: str | None, cert_file: str | None, key_file: str | None) -> ssl.SSLContext:
     """The context of a client that trusts this authority alone, and may show a certificate of its own.
+
+    ca_file: None: whoever the system trusts.
 
     Raises:
         ConfigError: a file is unusable; the text names it.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    _trust(context, ca_file)
+    if ca_file is None:
+        context.load_default_certs()
+    else:
+        _trust(context, ca_file)
     if cert_file is not None:
         _show(context, cert_file, key_file)
     return context

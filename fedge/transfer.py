@@ -46,7 +46,7 @@ from typing import Any, Final, Self
 from weakref import WeakValueDictionary
 
 from fedge.background import first_failure
-from fedge.errors import ProtocolError, StoreError, TransportError, failing_as
+from fedge.errors import ProtocolError, StoreError, TooLargeError, TransportError, failing_as
 from fedge.files import BlobFolder, sync
 from fedge.messages import BlobRef, Want, decode, encode
 from fedge.topics import Topics
@@ -326,6 +326,12 @@ class Sending:
             self._turns[key] = None
         return key, start, stop
 
+    def again(self, key: Key, start: int, end: int) -> None:
+        """Queue a chunk again that the broker did not take; no effect if the blob was dropped meanwhile."""
+        if (blob := self._blobs.get(key)) is not None:
+            blob.due.add(start, end)
+            self._turns.setdefault(key)
+
     def drop(self, key: Key) -> None:
         """Forget a blob and all its wants."""
         self._blobs.pop(key, None)
@@ -572,10 +578,7 @@ class Receiver:
         if ranges:
             fetch.asked_at = time.monotonic()
             want = Want(device_id=device_id, digest=fetch.ref.digest, ranges=ranges, listening=fetch.listening)
-            try:
-                await self._transport.publish(wants, self._seal(wants, encode(want)))
-            except ValueError as error:
-                raise TransportError(str(error)) from error
+            await self._transport.publish(wants, self._seal(wants, encode(want)))
 
     async def _reconnected(self) -> None:
         for fetch in self._fetches:
@@ -775,8 +778,12 @@ class Sender:
         digest, chunks = key
         try:
             data = _read(self._source(digest), start, end)
-            await self._transport.publish(f"{chunks.removesuffix('+')}{start}", data)
-        except (OSError, ValueError, TransportError) as error:
+            await self._transport.publish(f"{chunks.removesuffix('+')}{start}", data, chunk=True)
+        except (OSError, TransportError) as error:
+            if isinstance(error, TooLargeError) and end - start > self._transport.chunk_bytes:  # now it is less
+                self._sending.again(key, start, end)
+                self._wake.set()
+                return
             # The blob was deleted meanwhile, or the broker refuses it: receivers that still need it will ask again.
             log.warning("event=chunk_failed digest=%s offset=%d reason=%r", digest, start, str(error))
             self._sending.drop(key)

@@ -18,25 +18,28 @@ import contextlib
 import logging
 import random
 import re
-import socket
 import ssl
-import threading
+import sys
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, Self
 
 import paho.mqtt.client as paho
-from paho.mqtt.enums import CallbackAPIVersion, MQTTProtocolVersion
+from paho.mqtt.enums import MQTTProtocolVersion
 from paho.mqtt.matcher import MQTTMatcher
 from paho.mqtt.packettypes import PacketTypes
 from paho.mqtt.properties import Properties
 from paho.mqtt.reasoncodes import ReasonCode
 
-from fedge.background import first_failure
-from fedge.errors import ConfigError, ProtocolError, TransportError
+from fedge.background import first_failure, in_daemon
+from fedge.errors import ConfigError, ProtocolError, TooLargeError, TransportError
 from fedge.identity import trouble_with
 from fedge.malloc import tune_malloc
+from fedge.mqtt_client import Client
+from fedge.reasons import AGAIN, MEANINGS, NO_QOS, NO_SHARES, TAKEN_OVER, TOO_LARGE, in_words, lacking, meaning
+from fedge.route import Address, Proxy, ProxyError, host_and_port, other_than_mqtt, outage
 from fedge.tls import client_tls
 
 log = logging.getLogger("fedge.transport")
@@ -55,9 +58,13 @@ PAUSE_BYTES: Final = 8 * 1024 * 1024
 keeps our Receive Maximum only until the first acknowledgement, and amqtt knows none. Read again below half of it."""
 LARGE_CHUNK: Final = 512 * 1024
 SMALL_CHUNK: Final = 64 * 1024
-"""Chunks where the broker announces no limit: any broker takes 64 KiB."""
+"""Chunks where the broker announces no limit: nearly any broker takes 64 KiB; others are found out."""
 PACKET_OVERHEAD: Final = 1024
 """Kept free of a packet for its header, topic and properties."""
+LEAST_PACKET: Final = 4096
+"""A broker that takes no such packet is refused: signed messages and certificates need as much."""
+BROKE_UNDER: Final = 2
+"""After so many connections in a row that broke under a chunk, chunks are halved: some brokers only hang up."""
 CONNECT_TIMEOUT_S: Final = 10.0
 """Time for TCP, TLS and CONNACK each: a slow mobile link needs seconds for the TLS handshake alone."""
 SILENCE_S: Final = 2.0
@@ -76,29 +83,42 @@ CHECK_TLS: Final = (
     "over TLS a broker does so when it requires a client certificate (require_certificate) and gets none, or one that "
     "is expired or not signed by the CA that it trusts (cafile): check cert_file and key_file here and its own log"
 )
+CHECK_WEB: Final = (
+    "check that this port speaks HTTP, which carries WebSockets (a port for plain MQTT is given without ws://), that "
+    "the broker has room for one more (max_connections), and its log"
+)
 CHECK_REVOKED: Final = (
     "the federation's authority has revoked the certificate in cert_file: ask for a new start-up kit (fedge provision "
     "device), and enrol this machine with it"
 )
-CHECK_PLAIN: Final = "check that this port speaks MQTT without TLS (with TLS, ca_file is needed), and the broker's log"
+CHECK_PLAIN: Final = (
+    "check that this port speaks MQTT without TLS (with TLS, ca_file is needed), that the broker has room for one more "
+    "(max_connections), and its log"
+)
 
 THROWN_OFF: Final = 3
-"""After so many connections in a row that broke at once, the log says what that usually means; no broker does."""
+"""After so many connections in a row that broke at once, the log says what that usually means; for a reason that trying
+again does not cure, the transport ends."""
 CHECK_TWICE: Final = (
     "a broker closes at once on one of two that have one client id: look for another process that speaks as this one, "
     "such as two devices of one --id, or one that was started twice"
 )
-
-_FINAL_REASONS: Final = frozenset(
-    {
-        "Bad user name or password",
-        "Not authorized",
-        "Banned",
-        "Bad authentication method",
-        "Client identifier not valid",
-    }
+CHECK_SENT: Final = (
+    "a broker also hangs up, in place of an answer, on a message that its access list forbids or that is too large for "
+    "it. See its log; unanswered were"
 )
-"""Refusals that trying again does not cure."""
+
+TOLD: Final = 3
+"""Messages that a line of the log names."""
+UNTOLD: Final = frozenset({0, 0x80, 0x81, 0x82, 0x83})
+"""Codes of a connection's end that say nothing of its cause."""
+AGAIN_S: Final = 1.0
+"""Pause before a message that a busy broker did not take goes out again."""
+
+LOST: Final = "the connection broke"
+NO_ANSWER: Final = "nobody answered within the keep-alive: the network between us and the broker is gone, or it hangs"
+NOT_MQTT: Final = "what came is neither MQTT 5 nor 3.1.1"
+SILENT: Final = "nothing answers in MQTT (no CONNACK)"
 
 _ALERT: Final = re.compile(r" alert ([a-z ]+) \(")
 """What a broker says when it ends TLS, in OpenSSL's words."""
@@ -111,7 +131,11 @@ Handler = Callable[["Inbound"], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class BrokerSettings:
-    """The broker's address and credentials. TLS is used if `ca_file` is given; cert and key identify this client."""
+    """The broker's address and credentials. TLS is used if `ca_file` is given; cert and key identify this client.
+
+    path, secure: as of `Address`. A `secure` broker is over TLS without `ca_file`, too; it is trusted as the system
+    trusts web servers.
+    """
 
     host: str
     port: int = 1883
@@ -121,6 +145,14 @@ class BrokerSettings:
     cert_file: str | None = None
     key_file: str | None = None
     keepalive_s: int = 30
+    path: str | None = None
+    secure: bool = False
+    proxy: Proxy | None = None
+
+    @property
+    def address(self) -> Address:
+        """Where the broker listens."""
+        return Address(self.host, self.port, self.path, self.secure)
 
     def tls(self) -> ssl.SSLContext | None:
         """What the files make; None: no TLS.
@@ -128,20 +160,9 @@ class BrokerSettings:
         Raises:
             ConfigError: one of them is unusable.
         """
-        return None if self.ca_file is None else client_tls(self.ca_file, self.cert_file, self.key_file)
-
-
-def parse_address(text: str) -> tuple[str, int]:
-    """Parse "host:port", "host" (port 1883) or "[IPv6 address]:port".
-
-    Raises:
-        ConfigError: none of these.
-    """
-    found = re.fullmatch(r"(\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<host>[^:\[\]\s/]+))(:(?P<port>[0-9]{1,5}))?", text)
-    port = int(found["port"] or 1883) if found else 0
-    if found is None or not 0 < port < 2**16:
-        raise ConfigError(f"{text!r} is not an address of a broker; write HOST:PORT, such as localhost:1883")
-    return found["v6"] or found["host"], port
+        if self.ca_file is None and not self.secure:
+            return None
+        return client_tls(self.ca_file, self.cert_file, self.key_file)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,10 +194,8 @@ def backoff_s(attempt: int, draw: float) -> float:
 
 
 def chunk_bytes_for(max_packet_bytes: int | None) -> int:
-    """Chunk payload size under the broker's packet limit (None: no limit announced)."""
-    if max_packet_bytes is None:
-        return SMALL_CHUNK
-    return max(1, min(LARGE_CHUNK, max_packet_bytes - PACKET_OVERHEAD))
+    """Chunk payload size under the broker's packet limit, at least `LEAST_PACKET` (None: no limit announced)."""
+    return SMALL_CHUNK if max_packet_bytes is None else min(LARGE_CHUNK, max_packet_bytes - PACKET_OVERHEAD)
 
 
 # ------------------------------------------------------------------------------------------------ what waits to go out
@@ -192,6 +211,13 @@ class _Publish:
     expires_in_s: int | None
     correlation: bytes | None
     done: asyncio.Future[None]
+    chunk: bool = False
+    """Whether its caller can send the same in smaller pieces."""
+
+    @property
+    def packet_bytes(self) -> int:
+        # Fixed header 5, topic length 2, packet id 2, properties 9, and 3 more for an answer.
+        return len(self.payload) + len(self.topic.encode()) + len(self.correlation or b"") + 21
 
 
 class Window:
@@ -228,6 +254,15 @@ class Window:
     def acknowledged(self, packet_id: int) -> _Publish | None:
         """Return a packet's permit; None if the id is unknown."""
         return self._in_flight.pop(packet_id, None)
+
+    @property
+    def in_flight(self) -> tuple[_Publish, ...]:
+        """What went out and was not acknowledged, in order."""
+        return tuple(self._in_flight.values())
+
+    def again(self, publish: _Publish) -> None:
+        """Send an acknowledged publish first of all once more: the broker did not take it."""
+        self._waiting.appendleft(publish)
 
     def lost(self) -> None:
         """The connection is lost: unacknowledged publishes go first on the next one."""
@@ -317,12 +352,42 @@ class _Subscription:
 
 
 class _RefusedError(Exception):
-    """The broker refused us. `final`: it always will. `closed_early`: it gave no reason."""
+    """The broker refused us.
 
-    def __init__(self, reason: str, *, final: bool, closed_early: bool = False) -> None:
+    final: it always will. older: it may know MQTT 3.1.1 alone. closed_early: it gave no reason. alien: it may be none.
+    """
+
+    def __init__(
+        self,
+        reason: str,
+        *,
+        final: bool = False,
+        older: bool = False,
+        closed_early: bool = False,
+        alien: bool = False,
+    ) -> None:
         super().__init__(reason)
         self.final = final
+        self.older = older or closed_early
         self.closed_early = closed_early
+        self.alien = alien or closed_early
+
+
+class _NotGrantedError(Exception):
+    """The broker refused a subscription with this code."""
+
+    def __init__(self, reason: str, code: int) -> None:
+        super().__init__(reason)
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class _Ending:
+    """Why a connection ended. `code`: the broker's (DISCONNECT of MQTT 5); 0: it said nothing."""
+
+    reason: str
+    code: int = 0
+    final: bool = False
 
 
 class _Connection:
@@ -337,7 +402,7 @@ class _Connection:
         self.shares = True  # whether group subscriptions are shared; otherwise the client gets all messages
         self._awaits_room = False
         self._connack: asyncio.Future[Properties | None] = self._loop.create_future()
-        self.closed: asyncio.Future[str] = self._loop.create_future()
+        self.closed: asyncio.Future[_Ending] = self._loop.create_future()
         self._grants: dict[int, asyncio.Future[None]] = {}
         self._client = self._make_client()
 
@@ -347,8 +412,9 @@ class _Connection:
 
     def _make_client(self) -> paho.Client:
         settings, will = self._transport.settings, self._transport.will
-        client = paho.Client(
-            CallbackAPIVersion.VERSION2,
+        client = Client(
+            settings.address,
+            settings.proxy,
             self._transport.client_id,
             protocol=self.protocol,
             clean_session=None if self.is_v5 else True,
@@ -387,7 +453,7 @@ class _Connection:
 
     async def open(self) -> Properties | None:
         """Connect and wait for CONNACK; returns its properties."""
-        connecting = self._in_daemon(self._connect)
+        connecting = in_daemon(self._connect, self._drop_socket)
         try:
             await asyncio.shield(connecting)
         except asyncio.CancelledError:
@@ -398,41 +464,17 @@ class _Connection:
             async with asyncio.timeout(SILENCE_S if self.is_v5 else CONNECT_TIMEOUT_S):
                 return await self._connack
         except TimeoutError as error:
-            self.close("no CONNACK")
-            raise _RefusedError("no CONNACK", final=False) from error
+            self.close(_Ending(SILENT))
+            raise _RefusedError(SILENT, older=True, alien=True) from error
         except BaseException:
-            self.close("refused")
+            self.close(_Ending("refused"))
             raise
-
-    def _in_daemon(self, work: Callable[[], None]) -> asyncio.Future[None]:
-        """Run blocking work in a thread for which neither the loop nor the process waits on exit."""
-        done: asyncio.Future[None] = self._loop.create_future()
-
-        def run() -> None:
-            error: Exception | None = None
-            try:
-                work()
-            except Exception as failure:  # noqa: BLE001 - whoever waits is told
-                error = failure
-            try:
-                self._loop.call_soon_threadsafe(finish, error)
-            except RuntimeError:  # the loop has ended meanwhile
-                self._drop_socket()
-
-        def finish(error: Exception | None) -> None:
-            if error is None:
-                done.set_result(None)
-            else:
-                done.set_exception(error)
-
-        threading.Thread(target=run, name="connecting", daemon=True).start()
-        return done
 
     def _connect(self) -> None:
         """Blocking TCP and TLS handshake; runs in a thread, before the loop watches the socket."""
         settings = self._transport.settings
         self._client.connect(
-            settings.host,
+            settings.address.name,
             settings.port,
             settings.keepalive_s,
             clean_start=self._clean if self.is_v5 else paho.MQTT_CLEAN_START_FIRST_ONLY,
@@ -457,11 +499,8 @@ class _Connection:
     def _watch(self) -> None:
         sock = self._client.socket()
         if sock is None:
-            self.close("closed while connecting")
+            self.close(_Ending("closed while connecting"))
             return
-        assert isinstance(sock, socket.socket)
-        # Otherwise the tail of a packet waits for the peer's delayed ACK: 40 ms per publish.
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._client.on_socket_close = self._on_socket_close
         self._client.on_socket_register_write = self._on_register_write
         self._client.on_socket_unregister_write = self._on_unregister_write
@@ -471,10 +510,8 @@ class _Connection:
 
     def _read(self) -> None:
         self._client.loop_read()
-        sock = self._client.socket()
-        while isinstance(sock, ssl.SSLSocket) and sock.pending():  # buffered bytes no longer wake the loop
+        while _has_more(self._client.socket()):  # buffered bytes no longer wake the loop
             self._client.loop_read()
-            sock = self._client.socket()
 
     def pause(self) -> None:
         """Stop reading, leaving incoming data to TCP until `resume`."""
@@ -488,7 +525,7 @@ class _Connection:
         if self._paused and sock is not None and not self.closed.done():
             self._paused = False
             self._loop.add_reader(sock, self._read)
-            if isinstance(sock, ssl.SSLSocket) and sock.pending():
+            if _has_more(sock):
                 self._loop.call_soon(self._read)
 
     def _misc(self) -> None:
@@ -503,19 +540,19 @@ class _Connection:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(CONNECT_TIMEOUT_S):
                     await asyncio.shield(self.closed)
-        self.close("disconnected")
+        self.close(_Ending("disconnected"))
 
-    def close(self, reason: str, *, closed_early: bool = False) -> None:
+    def close(self, ending: _Ending, *, closed_early: bool = False) -> None:
         """Release the socket and fail all waiters; no effect if already closed."""
         if self.closed.done():
             return
-        self.closed.set_result(reason)
+        self.closed.set_result(ending)
         sock = self._client.socket()
         if sock is not None:
             self._unwatch(sock)
             self._loop.call_soon(self._drop_socket)  # paho, which may have called us, still uses it for a few lines
         if not self._connack.done():
-            self._connack.set_exception(_RefusedError(reason, final=False, closed_early=closed_early))
+            self._connack.set_exception(_RefusedError(ending.reason, closed_early=closed_early))
             self._connack.exception()  # nobody may be waiting
         for grant in self._grants.values():
             grant.cancel()
@@ -535,7 +572,23 @@ class _Connection:
             self._client.ack(packet_id, 1)
 
     async def subscribe(self, topic_filter: str) -> None:
-        """Subscribe and wait for the grant."""
+        """Subscribe and wait for the grant.
+
+        Raises:
+            TransportError: the broker refused the filter.
+        """
+        try:
+            await self._ask_for(topic_filter)
+        except _NotGrantedError as error:
+            if error.code in AGAIN:  # it is asked once more on the next connection
+                self.close(_Ending(str(error)))
+            elif error.code == NO_SHARES and self.shares:
+                self.shares = False
+                await self.subscribe(topic_filter)
+            else:
+                raise TransportError(str(error)) from error
+
+    async def _ask_for(self, topic_filter: str) -> None:
         _, packet_id = self._client.subscribe(topic_filter if self.shares else unshared(topic_filter), qos=1)
         if packet_id is None or self.closed.done():
             return
@@ -560,18 +613,29 @@ class _Connection:
             return
         self._client.on_log = None
         if reason.is_failure:
-            self._connack.set_exception(_RefusedError(str(reason), final=str(reason) in _FINAL_REASONS))
+            what = meaning(reason)
+            refusal = _RefusedError(in_words(reason, properties), final=what.final, older=what.older)
+            self._connack.set_exception(refusal)
         else:
             self._connack.set_result(properties)
 
     def _on_disconnect(
-        self, _client: paho.Client, _user: object, _flags: object, reason: ReasonCode, _properties: object
+        self,
+        _client: paho.Client,
+        _user: object,
+        flags: paho.DisconnectFlags,
+        reason: ReasonCode,
+        properties: Properties | None,
     ) -> None:
-        if self._connack.done():
-            self.close(str(reason))
-        else:  # paho's reason is "Unspecified error"
+        if flags.is_disconnect_packet_from_server:
+            self.close(_Ending(in_words(reason, properties), reason.value, meaning(reason).final))
+        elif str(reason) == "Protocol error":
+            self.close(_Ending(NOT_MQTT), closed_early=True)
+        elif not self._connack.done():  # paho's reason is "Unspecified error"
             alert = self._transport.alert
-            self.close(f"{CLOSED_EARLY}: {alert}" if alert else CLOSED_EARLY, closed_early=True)
+            self.close(_Ending(f"{CLOSED_EARLY}: {alert}" if alert else CLOSED_EARLY), closed_early=True)
+        else:
+            self.close(_Ending(NO_ANSWER if str(reason) == "Keep alive timeout" else LOST))
 
     def _on_log(self, _client: paho.Client, _user: object, _level: int, text: str) -> None:
         """Note why the broker ends TLS, which paho tells nowhere else."""
@@ -593,19 +657,22 @@ class _Connection:
         self._transport.deliver(inbound, message.mid if message.qos else 0, self)
 
     def _on_publish(
-        self, _client: paho.Client, _user: object, packet_id: int, reason: ReasonCode, _properties: object
+        self, _client: paho.Client, _user: object, packet_id: int, reason: ReasonCode, properties: Properties
     ) -> None:
-        self._transport.acknowledged(packet_id, str(reason) if reason.is_failure else None)
+        self._transport.acknowledged(packet_id, reason, properties)
 
     def _on_subscribe(
-        self, _client: paho.Client, _user: object, packet_id: int, reasons: list[ReasonCode], _properties: object
+        self, _client: paho.Client, _user: object, packet_id: int, reasons: list[ReasonCode], properties: Properties
     ) -> None:
         grant = self._grants.get(packet_id)
         if grant is None or grant.done():
             return
-        failures = [str(reason) for reason in reasons if reason.is_failure]
-        if failures:
-            grant.set_exception(TransportError(f"subscription refused: {', '.join(failures)}"))
+        reason = reasons[0]  # one filter in each packet
+        if reason.is_failure:
+            said = f"subscription refused: {in_words(reason, properties)}"
+            grant.set_exception(_NotGrantedError(said, reason.value))
+        elif reason.value == 0:
+            grant.set_exception(_NotGrantedError(f"subscription refused: {MEANINGS[NO_QOS].do}", NO_QOS))
         else:
             grant.set_result(None)
 
@@ -636,12 +703,45 @@ class _Connection:
         self._loop.remove_writer(sock)
 
 
-def _what_to_check(settings: BrokerSettings) -> str:
-    """Why a broker may have closed the connection: a visible fault of our certificate, if any."""
+def _failure(error: _RefusedError | OSError | ConfigError, settings: BrokerSettings) -> _RefusedError:
+    """Why there is no connection, in words."""
+    if isinstance(error, _RefusedError):
+        return error
+    if isinstance(error, ssl.SSLCertVerificationError):
+        reason = f"certificate: {error.verify_message}"
+        if error.verify_code in OTHER_NAME:
+            reason += f" (the broker's certificate does not name {settings.host}: call it as its certificate does)"
+        return _RefusedError(reason, final=True)
+    if isinstance(error, ProxyError):
+        return _RefusedError(str(error), final=error.final)
+    if isinstance(error, OSError):
+        alien = isinstance(error, ssl.SSLError | paho.WebsocketConnectionError)
+        return _RefusedError(outage(error, settings.host), alien=alien)
+    return _RefusedError(str(error))
+
+
+def _usual_check(settings: BrokerSettings) -> str:
+    """Why a broker may have hung up without a word: a visible fault of our certificate, if any."""
+    if settings.path is not None:
+        return CHECK_WEB
     if settings.ca_file is None:
         return CHECK_PLAIN
-    found = "" if settings.cert_file is None else trouble_with(settings.cert_file, settings.ca_file)
-    return found or CHECK_TLS
+    return ("" if settings.cert_file is None else trouble_with(settings.cert_file, settings.ca_file)) or CHECK_TLS
+
+
+def _has_more(sock: Any) -> bool:
+    """Whether a socket holds bytes that it has read already; of plain TCP the system holds all."""
+    return bool(getattr(sock, "pending", bool)())
+
+
+def _why_thrown_off(ending: _Ending, unanswered: Sequence[_Publish]) -> str:
+    """What usually ends several connections in a row at once."""
+    if ending.reason == NO_ANSWER or ending.code not in UNTOLD | {TAKEN_OVER}:
+        return ending.reason
+    if ending.code == TAKEN_OVER or not unanswered:
+        return CHECK_TWICE
+    sent = [f"{p.topic} ({len(p.payload)} bytes{', retained' if p.retain else ''})" for p in unanswered[:TOLD]]
+    return f"{CHECK_TWICE}. {CHECK_SENT} {', '.join(sent)}"
 
 
 # ----------------------------------------------------------------------------------------------------- the transport
@@ -677,6 +777,11 @@ class Transport:
         self.messages_dropped = 0
         self.max_packet_bytes: int | None = None
         """Largest packet that the broker takes; None: it announced nothing."""
+        self._chunk_limit = LARGE_CHUNK  # halved while the broker takes no such chunks
+        self._broke_under = 0  # connections in a row that broke under a chunk
+        self._chunk_taken = False  # on this connection
+        self._refused_bytes = sys.maxsize  # of the smallest packet that was too large
+        self._unfit = ""
         self.protocol = ""
         """Of the current or last connection: "5" or "3.1.1"."""
         self._window = Window()
@@ -699,8 +804,8 @@ class Transport:
 
     @property
     def chunk_bytes(self) -> int:
-        """The chunk payload size for this broker."""
-        return chunk_bytes_for(self.max_packet_bytes)
+        """The chunk payload size for this broker. It may become smaller when the broker refuses a chunk."""
+        return min(chunk_bytes_for(self.max_packet_bytes), self._chunk_limit)
 
     def on_connect(self, callback: Callable[[], Awaitable[None]]) -> None:
         """Await `callback` after each (re)connect, when all subscriptions are in place. Register before entering.
@@ -744,7 +849,11 @@ class Transport:
                 await self._connection.disconnect()
 
     async def _supervise(self, connection: _Connection, ready: asyncio.Future[None]) -> None:
-        """Bring each connection into service, wait for its end, make the next."""
+        """Bring each connection into service, wait for its end, make the next.
+
+        Raises:
+            TransportError: the broker is unfit for fedge, or ends each connection for what only a person can change.
+        """
         loop = asyncio.get_running_loop()
         attempt = 0
         while True:
@@ -752,18 +861,58 @@ class Transport:
             await self._take_into_service(connection)
             if not ready.done():
                 ready.set_result(None)
-            reason = await asyncio.shield(connection.closed)
+            ending = await asyncio.shield(connection.closed)
             self._online.clear()
+            unanswered = self._window.in_flight
+            self._learn(ending, unanswered)
             self._window.lost()
-            log.warning("event=disconnected client=%s reason=%r", self.client_id, reason)
+            log.warning("event=disconnected client=%s reason=%r", self.client_id, ending.reason)
             # A connection that broke at once (a client id used twice) must not be retried at full speed.
             attempt = 0 if loop.time() - began > BACKOFF_CAP_S else attempt + 1
+            if self._unfit or (ending.final and attempt == THROWN_OFF):
+                raise TransportError(f"the broker at {self._where} disconnects us: {self._unfit or ending.reason}")
             if attempt == THROWN_OFF:
-                log.error("event=thrown_off client=%s check=%r", self.client_id, CHECK_TWICE)
+                log.error("event=thrown_off client=%s check=%r", self.client_id, _why_thrown_off(ending, unanswered))
             await asyncio.sleep(backoff_s(attempt, random.SystemRandom().random()))
             connection = await self._connect(patient=True)
 
+    @property
+    def _where(self) -> str:
+        return host_and_port(self.settings.host, self.settings.port)
+
+    def _learn(self, ending: _Ending, unanswered: Sequence[_Publish]) -> None:
+        """Note what a connection that broke under these says of the broker's limits."""
+        chunk = max((len(publish.payload) for publish in unanswered if publish.chunk), default=0)
+        if ending.code != TOO_LARGE:
+            self._refused_bytes = sys.maxsize  # its limit may be another by now
+        elif unanswered:
+            self._too_large(max(unanswered, key=lambda publish: publish.packet_bytes), ending.reason)
+        if chunk and not self._chunk_taken and (ending.code in UNTOLD or ending.reason in (LOST, NOT_MQTT)):
+            self._broke_under += 1
+            if self._broke_under == BROKE_UNDER:
+                self._halve(chunk, ending.reason)
+        else:
+            self._broke_under = 0
+
+    def _too_large(self, publish: _Publish, reason: str) -> None:
+        """Note that the broker refused this one for its size."""
+        self._refused_bytes = min(self._refused_bytes, publish.packet_bytes)
+        if publish.packet_bytes <= LEAST_PACKET:
+            self._unfit = (
+                f"it takes no packet of {publish.packet_bytes:,} bytes, fedge needs {LEAST_PACKET:,}; {reason}"
+            )
+        else:
+            self._halve(len(publish.payload), reason)
+
+    def _halve(self, n_bytes: int, reason: str) -> None:
+        """Send chunks of half so many bytes at most from now on."""
+        self._broke_under = 0
+        if (limit := max(LEAST_PACKET - PACKET_OVERHEAD, n_bytes // 2)) < self.chunk_bytes:
+            self._chunk_limit = limit
+            log.warning("event=smaller_chunks broker=%s bytes=%d reason=%r", self._where, limit, reason)
+
     async def _take_into_service(self, connection: _Connection) -> None:
+        self._chunk_taken = False
         for topic_filter, subscription in tuple(self._subscriptions.items()):
             try:
                 await connection.subscribe(topic_filter)
@@ -791,31 +940,31 @@ class Transport:
             attempt += 1
             try:
                 return await self._connect_once()
-            except ssl.SSLCertVerificationError as error:
-                reason, final = f"certificate: {error.verify_message}", True
-                if error.verify_code in OTHER_NAME:
-                    host = self.settings.host
-                    reason += f" (the broker's certificate does not name {host}: call it as its certificate does)"
-            except _RefusedError as error:
-                reason, final = str(error), error.final
-                closed_early += error.closed_early
-            except ConnectionRefusedError:
-                reason = "no broker listens there: start it, or give --broker its address"
-                final, closed_early = False, 0
-            except (OSError, ConfigError) as error:  # a file may just be renewed
-                reason, final, closed_early = str(error) or type(error).__name__, False, 0
-            where = f"{self.settings.host}:{self.settings.port}"
-            if final and not patient:
-                raise TransportError(f"the broker at {where} refused {self.client_id}: {reason}")
-            log.warning("event=connect_failed broker=%s attempt=%d reason=%r", where, attempt, reason)
-            if reason.startswith(CLOSED_EARLY):
-                check = CHECK_REVOKED if self.alert == _REVOKED else _what_to_check(self.settings)
-                if check not in told:
-                    told.add(check)
-                    log.error("event=closed_early broker=%s check=%r", where, check)
+            except (_RefusedError, OSError, ConfigError) as error:  # the last one: a file may just be renewed
+                failure = _failure(error, self.settings)
+            closed_early = closed_early + 1 if failure.closed_early else 0
+            if failure.final and not patient:
+                raise TransportError(f"the broker at {self._where} refused {self.client_id}: {failure}")
+            log.warning("event=connect_failed broker=%s attempt=%d reason=%r", self._where, attempt, str(failure))
+            if failure.alien and str(failure) not in told:
+                told.add(str(failure))
+                await self._say_what_to_check(patient=patient)
             draw = random.SystemRandom().random()
             slow = closed_early >= SLOW_AFTER
             await asyncio.sleep(SLOW_RETRY_S * (1 + draw) / 2 if slow else backoff_s(attempt, draw))
+
+    async def _say_what_to_check(self, *, patient: bool) -> None:
+        """Log why a broker may have hung up before it let us in, or answered in no MQTT.
+
+        Raises:
+            TransportError: what answers there is no broker; not if we are patient.
+        """
+        settings, check = self.settings, CHECK_REVOKED
+        if self.alert != _REVOKED:
+            check = await in_daemon(partial(other_than_mqtt, settings.address, settings.proxy, settings.tls))
+            if check and not patient:
+                raise TransportError(f"{self._where} does not speak MQTT with us: {check}")
+        log.error("event=closed_early broker=%s check=%r", self._where, check or _usual_check(settings))
 
     async def _connect_once(self) -> _Connection:
         """Try the protocol that worked last (at first MQTT 5), then the other one."""
@@ -823,7 +972,7 @@ class Transport:
         try:
             return await self._connect_with(first)
         except _RefusedError as error:
-            if error.final:
+            if error.final or not error.older:
                 raise
             log.info("event=fallback client=%s reason=%r", self.client_id, str(error))
         connection = await self._connect_with(second)
@@ -834,6 +983,9 @@ class Transport:
         """One attempt. A process's first connection starts a clean session: queued messages are not for us."""
         connection = self._connection = _Connection(self, protocol, clean=not self._was_connected)
         properties = await connection.open()
+        if lack := lacking(properties, LEAST_PACKET):
+            await connection.disconnect()
+            raise _RefusedError(lack, final=True)
         connection.shares = connection.is_v5 and getattr(properties, "SharedSubscriptionAvailable", 1) == 1
         self._was_connected, self.alert = True, ""
         self.protocol = "5" if connection.is_v5 else "3.1.1"
@@ -852,6 +1004,7 @@ class Transport:
         retain: bool = False,
         expires_in_s: int | None = None,
         correlation: bytes | None = None,
+        chunk: bool = False,
     ) -> None:
         """Publish with QoS 1; returns when the broker has acknowledged.
 
@@ -864,15 +1017,16 @@ class Transport:
             retain: whether the broker keeps it for later subscribers.
             expires_in_s: seconds after which the broker drops it undelivered (MQTT 5 only).
             correlation: data that came with the request that this answers (MQTT 5 only).
+            chunk: whether the caller can send the same in pieces of `chunk_bytes`, if that has become less.
 
         Raises:
-            ValueError: the packet exceeds the broker's limit.
+            TooLargeError: the packet exceeds the broker's limit, as announced or found out.
             TransportError: the broker refused the message (the text holds the reason code), or the door held it back.
         """
         if self.door is not None:
             self.door(topic, payload)
         done = asyncio.get_running_loop().create_future()
-        publish = _Publish(topic, payload, retain, expires_in_s, correlation, done)
+        publish = _Publish(topic, payload, retain, expires_in_s, correlation, done, chunk)
         self._check_size(publish)
         self._window.add(publish)
         self._pump()
@@ -886,25 +1040,46 @@ class Transport:
                 return
             try:
                 self._check_size(publish)  # again: the broker may have changed
-            except ValueError as error:
+            except TooLargeError as error:
                 publish.done.set_exception(error)
                 continue
             self._window.sent(self._connection.send(publish), publish)
 
     def _check_size(self, publish: _Publish) -> None:
-        # Fixed header 5, topic length 2, packet id 2, properties 9, and 3 more for an answer.
-        size = len(publish.payload) + len(publish.topic.encode()) + len(publish.correlation or b"") + 21
+        size = publish.packet_bytes
         if self.max_packet_bytes is not None and size > self.max_packet_bytes:
-            raise ValueError(f"{publish.topic}: packet of {size} bytes, the broker takes {self.max_packet_bytes}")
+            raise TooLargeError(
+                f"{publish.topic}: packet of {size} bytes, the broker takes {self.max_packet_bytes}: "
+                f"{MEANINGS[TOO_LARGE].do}"
+            )
+        if size >= self._refused_bytes or (publish.chunk and len(publish.payload) > self.chunk_bytes):
+            raise TooLargeError(f"{publish.topic}: packet of {size} bytes; the broker refused one of that size")
 
-    def acknowledged(self, packet_id: int, refusal: str | None) -> None:
+    def acknowledged(self, packet_id: int, reason: ReasonCode, properties: Properties) -> None:
         """Handle a PUBACK (internal)."""
         publish = self._window.acknowledged(packet_id)
         if publish is not None and not publish.done.done():
-            if refusal is None:
+            if not reason.is_failure:
+                self._chunk_taken |= publish.chunk and len(publish.payload) >= self.chunk_bytes
                 publish.done.set_result(None)
+            elif reason.value in AGAIN:
+                log.warning("event=publish_again topic=%s reason=%r", publish.topic, in_words(reason, properties))
+                asyncio.get_running_loop().call_later(AGAIN_S, self._publish_again, publish)
             else:
-                publish.done.set_exception(TransportError(f"{publish.topic}: {refusal}"))
+                self._refused(publish, reason, in_words(reason, properties))
+        self._pump()
+
+    def _refused(self, publish: _Publish, reason: ReasonCode, words: str) -> None:
+        if reason.value != TOO_LARGE:
+            publish.done.set_exception(TransportError(f"{publish.topic}: {words}"))
+            return
+        publish.done.set_exception(TooLargeError(f"{publish.topic}, packet of {publish.packet_bytes} bytes: {words}"))
+        self._too_large(publish, words)
+        if self._unfit and self._connection is not None:
+            self._connection.close(_Ending(words))
+
+    def _publish_again(self, publish: _Publish) -> None:
+        self._window.again(publish)
         self._pump()
 
     # ----------------------------------------------------------------------------------------------- inwards

@@ -41,10 +41,10 @@ from fedge.messages import Role
 from fedge.models import initial
 from fedge.models.training import Network
 from fedge.preprocess import apply
+from fedge.route import parse_address
 from fedge.tasks import Partitioning, partition, write_share, write_task
 from fedge.tasks.partition import samples_of
 from fedge.tensors import HEAD, Layout, Model, Tensors, flatten, from_bytes
-from fedge.transport import parse_address
 
 POLL_S: Final = 0.2
 REACH_S: Final = 10.0
@@ -203,7 +203,8 @@ async def broker_of(settings: DemoSettings) -> AsyncIterator[tuple[str, str]]:
     if ":" in settings.broker:
         if settings.secure:
             raise ConfigError(f"--secure starts a broker of its own: it cannot use {settings.broker}")
-        await reach(*parse_address(settings.broker))
+        at = parse_address(settings.broker)
+        await reach(at.host, at.port)
         yield settings.broker, settings.broker
     else:
         own = settings.folder / "provision" / "broker" if settings.secure else None

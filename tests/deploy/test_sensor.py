@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("amqtt")  # where it is missing there are no brokers to test with
 
 from deploy.sensor import Sensor
+from fedge.errors import TooLargeError
 from fedge.topics import Topics
 from fedge.transport import Inbound
 from tests.support.broker import ask, transport
@@ -158,7 +159,7 @@ async def test_an_answer_larger_than_the_broker_takes_is_said():
 
         async def publish(self, topic, payload, **properties):
             if len(payload) > 300:
-                raise ValueError("too large")
+                raise TooLargeError("too large")
             self.published = (*self.published, payload)
 
     wire = Wire()
@@ -174,7 +175,7 @@ async def test_one_that_leaves_no_room_for_any_answer_ends_nothing():
 
         async def publish(self, topic, payload, *, correlation, **properties):
             if correlation:
-                raise ValueError("too large")
+                raise TooLargeError("too large")
             self.published = (*self.published, payload)
 
     wire = Wire()

@@ -29,11 +29,11 @@ from fedge.egress import Rules
 from fedge.errors import ConfigError
 from fedge.messages import BlobRef, Codec, Outcome, Presence, Why
 from fedge.models import initial
+from fedge.route import Address, parse_address
 from fedge.steps.profile import Profile
 from fedge.steps.route import Route
 from fedge.tasks import device_data, task_spec
 from fedge.tensors import unflatten
-from fedge.transport import parse_address
 from tests.support.broker import local_broker
 from tests.support.peer import WAIT_S, Peer, order_of, train
 from tests.support.waiting import until
@@ -77,7 +77,7 @@ def test_help_shows_every_setting_and_examples() -> None:
 def test_the_example_configuration_is_right() -> None:
     settings = resolve(AgentSettings, "agent", EXAMPLES / "raspberry_pi.toml", {})
     assert settings.max_temperature_c == 75
-    assert parse_address(settings.broker) == ("edge-server.local", 8883)
+    assert parse_address(settings.broker) == Address("edge-server.local", 8883)
     assert settings.keepalive_s == 60
     assert settings.identity is not None
 
@@ -89,7 +89,7 @@ def test_the_example_of_the_other_side_is_right() -> None:
     agents = resolve(AgentSettings, "agent", EXAMPLES / "raspberry_pi.toml", {})
     assert (settings.federation, settings.task) == (agents.federation, agents.task)
     assert None not in (settings.identity, agents.identity)
-    assert parse_address(settings.broker)[1] == parse_address(agents.broker)[1]
+    assert parse_address(settings.broker).port == parse_address(agents.broker).port
 
 
 @pytest.mark.parametrize(
@@ -114,20 +114,6 @@ def test_a_wrong_setting_is_named(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(ConfigError, match=says):
         build(resolve(AgentSettings, "agent", None, flags(data, tmp_path) | changes), Rules(), ignore_event)
-
-
-@pytest.mark.parametrize(
-    ("text", "address"),
-    [("pi", ("pi", 1883)), ("10.0.0.7:99", ("10.0.0.7", 99)), ("[::1]:8883", ("::1", 8883)), ("[::1]", ("::1", 1883))],
-)
-def test_addresses(text: str, address: tuple[str, int]) -> None:
-    assert parse_address(text) == address
-
-
-@pytest.mark.parametrize("text", ["", ":1883", "pi:", "pi:0", "pi:65536", "pi:x", "::1", "mqtt://pi", "pi 1"])
-def test_wrong_addresses(text: str) -> None:
-    with pytest.raises(ConfigError, match="HOST:PORT"):
-        parse_address(text)
 
 
 def test_the_password_is_never_shown(data: Path, tmp_path: Path) -> None:

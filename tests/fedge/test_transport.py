@@ -8,15 +8,18 @@ import socket
 import threading
 
 import pytest
+from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedge.errors import ProtocolError, StoreError, TransportError
+from fedge.errors import ProtocolError, StoreError, TooLargeError, TransportError
 from fedge.transport import (
     BACKOFF_CAP_S,
     CHECK_PLAIN,
     HELD_MESSAGES,
     IN_WINDOW,
+    LEAST_PACKET,
+    NO_ANSWER,
     OUT_WINDOW,
     PAUSE_BYTES,
     SLOW_AFTER,
@@ -29,7 +32,7 @@ from fedge.transport import (
     backoff_s,
     chunk_bytes_for,
 )
-from tests.support.broker import ask, say, transport
+from tests.support.broker import OwnBroker, ask, open_broker, say, transport
 from tests.support.waiting import until
 
 WAIT_S = 20.0
@@ -70,6 +73,7 @@ def test_backoff_grows_to_its_cap_and_uses_all_the_range_below(attempt, draw):
         (1024 * 1024, 512 * 1024),
         (2**28, 512 * 1024),
         (512 * 1024, 511 * 1024),
+        (LEAST_PACKET, 3 * 1024),
     ],
 )
 def test_chunk_fits_the_announced_packet(announced, chunk):
@@ -346,7 +350,7 @@ async def test_announced_limits_are_kept(mosquitto):
         assert one.max_packet_bytes == 2 * 1024 * 1024
         assert one.chunk_bytes == 512 * 1024
         await one.subscribe("t", inbox)
-        with pytest.raises(ValueError, match="broker takes 2097152"):
+        with pytest.raises(TooLargeError, match="broker takes 2097152: raise its limit"):
             await one.publish("t", bytes(2 * 1024 * 1024))
         await one.publish("t", bytes(one.chunk_bytes))
         assert len((await inbox.next()).payload) == one.chunk_bytes
@@ -524,9 +528,195 @@ async def test_a_broker_that_closes_on_us_is_explained_once_and_then_left_in_pea
         await asyncio.sleep(0.5)
         assert not trying.done()
         trying.cancel()
-    assert connections == 2 * SLOW_AFTER  # MQTT 5 and 3.1.1 each
+    assert connections == 2 * SLOW_AFTER + 1  # MQTT 5 and 3.1.1 each, and once to see what else it may be
     assert caplog.text.count("event=connect_failed") == SLOW_AFTER
     assert caplog.text.count(CHECK_PLAIN) == 1
+
+
+# --------------------------------------------------------------------------------- brokers that fedge cannot work with
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("retain_available false", r"Retain not supported \(0x9a\): it keeps no retained messages"),
+        ("max_qos 0", r"QoS not supported \(0x9b\): it knows QoS 0 alone"),
+        ("max_packet_size 1024", "it takes packets of 1,024 bytes at most, and fedge needs 4,096: raise its limit"),
+    ],
+)
+@pytest.mark.parametrize("will", [None, Will("will", b"")])
+async def test_a_broker_that_cannot_do_what_fedge_needs_is_refused(tmp_path, line, told, will):
+    async with open_broker(tmp_path, line) as broker, asyncio.timeout(WAIT_S):
+        if will is None and "packet" not in line:
+            told = told.partition(": ")[2]  # by what it announces; its own reason comes with a will
+        with pytest.raises(TransportError, match=f"refused one: {told}"):
+            await transport(broker, "one", will=will).__aenter__()
+
+
+async def test_a_limit_below_what_fedge_needs_ends_it_with_the_first_message(tmp_path):
+    async with open_broker(tmp_path, "message_size_limit 500") as broker, asyncio.timeout(WAIT_S):
+        with pytest.raises(TransportError, match="takes no packet of 1,022 bytes, fedge needs 4,096; Packet too large"):
+            await say_too_much(transport(broker, "one"))
+
+
+async def say_too_much(one: Transport) -> None:
+    async with one:
+        with contextlib.suppress(TooLargeError):
+            await one.publish("t", bytes(1000))
+        await asyncio.Event().wait()
+
+
+async def test_a_message_over_a_hidden_limit_fails_alone(tmp_path, caplog):
+    async with open_broker(tmp_path, "message_size_limit 10000") as broker, transport(broker, "one") as one:
+        with pytest.raises(TooLargeError, match=r"t, packet of 20022 bytes: Packet too large .* message_size_limit"):
+            await one.publish("t", bytes(20_000))
+        await one.publish("t", bytes(9_000))
+        assert one.chunk_bytes == 10_000
+        with pytest.raises(TooLargeError, match="packet of 10023 bytes: Packet too large"):
+            await one.publish("t", bytes(10_001))
+        assert one.chunk_bytes == 5_000
+        with pytest.raises(TooLargeError, match="packet of 64022 bytes; the broker refused one of that size"):
+            await one.publish("t", bytes(64_000))
+    assert "event=disconnected" not in caplog.text
+
+
+async def test_chunks_are_halved_when_connections_break_under_them(caplog, no_back_off):
+    """As some brokers do on a packet that is too large: they say nothing and hang up."""
+    sizes = []
+
+    async def hang_up_on_large(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError, OSError):
+            await read_packet(reader)
+            writer.write(bytes([0x20, 3, 0, 0, 0]))
+            while True:
+                kind, body = await read_packet(reader)
+                if kind != 3:
+                    continue
+                sizes.append(len(body))
+                if len(body) > 20_000:
+                    break
+                start = 2 + int.from_bytes(body[:2])
+                writer.write(bytes([0x40, 2]) + body[start : start + 2])
+        writer.close()
+
+    server = await asyncio.start_server(hang_up_on_large, "127.0.0.1", 0)
+    one = Transport(BrokerSettings("127.0.0.1", server.sockets[0].getsockname()[1]), "one")
+    async with server, asyncio.timeout(WAIT_S), one:
+        for _ in range(2):
+            with pytest.raises(TooLargeError):
+                await one.publish("t", bytes(one.chunk_bytes), chunk=True)
+        await one.publish("t", bytes(one.chunk_bytes), chunk=True)
+        assert one.chunk_bytes == 16 * 1024
+    assert [size // 1024 for size in sizes] == [64, 64, 32, 32, 16]
+    assert caplog.text.count("event=smaller_chunks") == 2
+
+
+async def read_packet(reader: asyncio.StreamReader) -> tuple[int, bytes]:
+    """Kind and body of an MQTT packet."""
+    kind, size, shift = (await reader.readexactly(1))[0] >> 4, 0, 0
+    while True:
+        (byte,) = await reader.readexactly(1)
+        size |= (byte & 127) << shift
+        shift += 7
+        if byte < 128:
+            return kind, await reader.readexactly(size)
+
+
+async def test_a_message_that_a_busy_broker_did_not_take_goes_out_again(caplog, monkeypatch):
+    """PUBACK with Quota exceeded (0x97), as of Mosquitto at its memory_limit; then success."""
+    monkeypatch.setattr("fedge.transport.AGAIN_S", 0.0)
+    answers = iter([bytes([0x40, 3, 0, 1, 0x97]), bytes([0x40, 3, 0, 2, 0])])
+
+    async def busy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_packet(reader)
+        writer.write(bytes([0x20, 3, 0, 0, 0]))
+        for answer in answers:
+            await read_packet(reader)
+            writer.write(answer)
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(busy, "127.0.0.1", 0)
+    one = Transport(BrokerSettings("127.0.0.1", server.sockets[0].getsockname()[1]), "one")
+    async with server, asyncio.timeout(WAIT_S), one:
+        await one.publish("t", b"x")
+    assert "event=publish_again topic=t reason='Quota exceeded (0x97): we come again" in caplog.text
+
+
+async def test_a_broker_that_ends_each_connection_for_good_ends_us(no_back_off, caplog):
+    """DISCONNECT with Not authorized, whenever we are in."""
+    server, settings = await answering(bytes([0x20, 3, 0, 0, 0, 0xE0, 1, 0x87]))
+    async with server, asyncio.timeout(WAIT_S):
+        with pytest.raises(TransportError, match=r"disconnects us: Not authorized \(0x87\): see the broker's access"):
+            async with Transport(settings, "one"):
+                await asyncio.Event().wait()
+    assert caplog.text.count("event=disconnected") == 3
+
+
+async def test_a_broker_without_shares_that_does_not_say_so(tmp_path):
+    """SUBACK with 0x9E: the filter is asked for without its group."""
+    filters = []
+
+    async def no_shares(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_packet(reader)
+        writer.write(bytes([0x20, 3, 0, 0, 0]))
+        for code in (0x9E, 1):
+            _, body = await read_packet(reader)
+            filters.append(body[5:-1])
+            writer.write(bytes([0x90, 4]) + body[:2] + bytes([0, code]))
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(no_shares, "127.0.0.1", 0)
+    one = Transport(BrokerSettings("127.0.0.1", server.sockets[0].getsockname()[1]), "one")
+    async with server, asyncio.timeout(WAIT_S), one:
+        await one.subscribe("$share/g/t/+", Inbox())
+    assert filters == [b"$share/g/t/+", b"t/+"]
+
+
+async def test_a_port_for_websockets_is_named_as_such(tmp_path):
+    lines = "listener {other} 127.0.0.1", "allow_anonymous true", "listener {port}", "protocol websockets"
+    async with OwnBroker(tmp_path, *lines) as broker, asyncio.timeout(WAIT_S):
+        with pytest.raises(
+            TransportError, match=f"MQTT over WebSockets: give the address ws://127.0.0.1:{broker.port}"
+        ):
+            await transport(broker, "one").__aenter__()
+
+
+async def test_a_web_server_is_named_as_such():
+    server = web.AppRunner(web.Application())
+    await server.setup()
+    site = web.TCPSite(server, "127.0.0.1", 0)
+    await site.start()
+    try:
+        settings = BrokerSettings("127.0.0.1", server.addresses[0][1])
+        with pytest.raises(TransportError, match=r"a web server answers at this port \(HTTP/1.1 404 Not Found\)"):
+            await asyncio.wait_for(Transport(settings, "one").__aenter__(), WAIT_S)
+    finally:
+        await server.cleanup()
+
+
+async def test_a_broker_that_is_full_says_nothing_and_the_log_does(tmp_path, no_back_off, caplog):
+    async def stay(name: str) -> None:
+        async with transport(broker, name):
+            await asyncio.Event().wait()
+
+    async with open_broker(tmp_path, "max_connections 1") as broker:
+        clients = [asyncio.create_task(stay(f"client{i}")) for i in range(4)]  # this Mosquitto miscounts by one or two
+        await until(lambda: "event=closed_early" in caplog.text)
+        assert not any(client.done() for client in clients)
+        for client in clients:
+            client.cancel()
+        await asyncio.gather(*clients, return_exceptions=True)
+    assert "max_connections" in caplog.text
+
+
+async def test_a_network_that_is_gone_is_told_as_such(caplog):
+    """CONNACK with a keep-alive of one second, and then nothing any more."""
+    server, settings = await answering(bytes([0x20, 6, 0, 0, 3, 0x13, 0, 1]))
+    async with server, Transport(settings, "one"):
+        await until(lambda: "event=disconnected" in caplog.text)
+    assert NO_ANSWER in caplog.text
 
 
 async def test_receive_maximum_of_the_server_narrows_the_window():

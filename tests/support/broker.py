@@ -12,7 +12,8 @@ from paho.mqtt.enums import MQTTProtocolVersion
 from paho.mqtt.packettypes import PacketTypes
 from paho.mqtt.properties import Properties
 
-from fedge.broker import LocalBroker, mosquitto_path
+from fedge import child
+from fedge.broker import LocalBroker, free_port, mosquitto_path
 from fedge.transport import BrokerSettings, Transport, Will
 
 BROKERS = [
@@ -22,6 +23,25 @@ BROKERS = [
     ),
     "amqtt",
 ]
+
+
+class OwnBroker(LocalBroker):
+    """Mosquitto with these lines in its configuration; {port} and {other} stand for two free ports."""
+
+    def __init__(self, home: Path, *lines: str) -> None:
+        super().__init__("mosquitto", home=home)
+        self.other = free_port(self.host)
+        self._lines = lines
+
+    def _command(self, home: Path) -> list[str]:
+        config = home / "own.conf"
+        config.write_text("\n".join(self._lines).format(port=self.port, other=self.other))
+        return child.tethered(mosquitto_path() or "mosquitto", "-c", str(config))
+
+
+def open_broker(home: Path, *lines: str) -> OwnBroker:
+    """Mosquitto that lets in everybody, with these further lines about its listener."""
+    return OwnBroker(home / "broker", "listener {port} 127.0.0.1", "allow_anonymous true", *lines)
 
 
 def settings(broker: LocalBroker, **changes: object) -> BrokerSettings:
