@@ -276,6 +276,8 @@ def _federation_lines(summary: dict[str, Any]) -> list[str]:
     refused = [f"{name}, {n} times{last.get(name, '')}" for name, n in summary["refused"].items()]
     lines += [f"refused     {text}" for text in refused or ["nothing"]]
     lines += [f"expires     {text}" for text in summary.get("expiring", ())]
+    if second := summary.get("second"):
+        lines.append(f"second      {second['where']} came {ago(second['at'])} as this federation's coordinator")
     problems = summary["problems"]
     was = "was " if summary.get("ended") else ""
     for device in sorted(set(devices) | set(summary["selection"]) | set(problems) | set(summary["quarantined"])):

@@ -39,7 +39,7 @@ from fedge.task import TaskSpec
 from fedge.tensors import Layout
 from fedge.topics import INTAKES, MODELS, Topics
 from fedge.transfer import Sender
-from fedge.transport import BrokerSettings, Inbound, Transport
+from fedge.transport import BrokerSettings, Inbound, Transport, Will
 
 log = logging.getLogger("fedge.coordinator")
 
@@ -123,7 +123,8 @@ class Process:
         self._signed, self._members = signing(broker, federation, home, role)
         self._secret = store.at_broker()
         if role is Role.COORDINATOR:
-            self._transport = Transport(broker, self._topics.client_id("coordinator", self._secret))
+            gone = Will(self._topics.claims, b"", delay_s=0)
+            self._transport = Transport(broker, self._topics.client_id("coordinator", self._secret), will=gone)
         else:  # without a session: the broker would keep a killed helper's messages for an hour
             name = self._topics.client_id("intake", uuid.uuid4().hex)
             self._transport = Transport(broker, name, session_expiry_s=0)

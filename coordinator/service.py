@@ -572,6 +572,7 @@ def write_summary(
         "problems": msgspec.to_builtins(dict(sorted(fleet.problems.items()))),
         "refused": {name.removeprefix("refused."): n for name, n in counters.items() if name.startswith("refused.")},
         "last_refused": fleet.last_refused,
+        "second": fleet.second,
         "ended": ended,
         "failed": failed,
     }

@@ -31,6 +31,8 @@ MAX_SITE: Final = 160
 """Devices behind one relay: with what they say of themselves they fit into its status."""
 BEACON_S: Final = 60.0
 """Interval of a coordinator's beacons."""
+MAX_AT: Final = 4e9
+"""Latest time, in seconds since the epoch, that calendars know everywhere."""
 MAX_LEFT_S: Final = 24 * 3600.0
 """Longest time for an order: a forged or lost one is over within a day."""
 
@@ -253,6 +255,16 @@ class Beacon(_Message2, frozen=True, kw_only=True, tag="beacon"):
     fedge_version: Text = ""
 
 
+class Claim(_Message2, frozen=True, kw_only=True, tag="claim"):
+    """A coordinator is at the broker, or is about to begin."""
+
+    incarnation: Annotated[str, Meta(min_length=1, max_length=100)]  # new at each start
+    since: Annotated[float, Meta(ge=0, le=MAX_AT)]  # its start, seconds since the epoch by its clock
+    where: Text = ""  # its machine and home
+    works: bool = False  # it has looked whether it is alone
+    to: Annotated[str, Meta(max_length=100)] = ""  # incarnation of the coordinator that is answered; empty: for all
+
+
 # ------------------------------------------------------------------------------------------------------- transfer
 
 
@@ -353,7 +365,7 @@ class Health(_Message, frozen=True, kw_only=True, omit_defaults=True, tag="healt
     outliers: Outliers | None = None  # only for a bundle from a rollout, if it has a reference
 
 
-Message = Status | Context | Order | Report | Ack | Beacon | Want | Rollout | Announcement | Health
+Message = Status | Context | Order | Report | Ack | Beacon | Claim | Want | Rollout | Announcement | Health
 
 M = TypeVar("M", bound=Message)
 

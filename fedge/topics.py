@@ -16,6 +16,7 @@ fedge/1/{federation}/agents/{id}/predictions       what is said of it           
 fedge/1/{federation}/rollout                       Announcement, retained           rollout -> all
 fedge/1/{federation}/revocations                   list of the authority, retained  coordinator -> all
 fedge/1/{federation}/coordinator/beacon            Beacon, retained                 coordinator -> all
+fedge/1/{federation}/coordinator/claims            Claim, retained                  coordinator -> coordinator
 fedge/1/{federation}/blobs/{digest}/{offset}       bytes of a model from offset on  coordinator -> agents
 fedge/1/{federation}/agents/{id}/blobs/{digest}/{offset}  bytes of an update        agent -> coordinator
 """
@@ -74,6 +75,11 @@ class Topics:
     def beacon(self) -> str:
         """The coordinator's time and version."""
         return f"{self.prefix}/coordinator/beacon"
+
+    @property
+    def claims(self) -> str:
+        """Where coordinators hear of each other."""
+        return f"{self.prefix}/coordinator/claims"
 
     def coordinator_wants(self, device_id: str) -> str:
         """The coordinator's requests to a device for the bytes of an update."""

@@ -797,6 +797,10 @@ class Transport:
         self._supervisor: asyncio.Task[None] | None = None
         self._greeting: asyncio.Task[None] | None = None
 
+    def speak_as(self, other: Transport) -> None:
+        """Begin with the protocol that another transport to this broker has found; before entering."""
+        self._protocols = other._protocols
+
     @property
     def connected(self) -> bool:
         """The broker has let us in and all subscriptions are in place."""

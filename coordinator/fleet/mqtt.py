@@ -22,6 +22,7 @@ from coordinator.fleet.orders import OrderBook, OrderStatus
 from coordinator.fleet.pace import Paces, work_of
 from coordinator.fleet.problems import Problem
 from coordinator.fleet.quarantine import LONG_UPDATE, READMITTED, Offence, Quarantine, quarantined
+from coordinator.fleet.sole import Sole, told
 from coordinator.fleet.update_norms import Believed, OneByOne, within_limits
 from coordinator.fleet.versions import Descent
 from coordinator.registry import Kept, Registry
@@ -35,6 +36,7 @@ from fedge.messages import (
     MAX_LEFT_S,
     Beacon,
     BlobRef,
+    Claim,
     Codec,
     Context,
     Health,
@@ -84,7 +86,7 @@ class MqttFleet(Intake, Fleet):
 
     `problems`: the latest refusal, failure or missed deadline by device id. `quarantined`: devices left out of this
     round. `retired`: devices without further orders from the next round on. `waiting`: number of devices that the round
-    waits for; 0: it is not waiting.
+    waits for; 0: it is not waiting. `second`: the last other coordinator of the federation that came to the broker.
 
     Args:
         broker: how to reach the broker.
@@ -164,6 +166,8 @@ class MqttFleet(Intake, Fleet):
         self._arrived: dict[str, Entry] = {}  # closed ones among them, by the store's numbers
         self._held: dict[str, frozenset[BlobRef]] = {}  # their uploads
         self._arrival = store.last_arrival()  # of the last closed order known to us
+        self.second: dict[str, object] | None = None
+        self._sole = Sole(self._topics, self._signed, store.home, end=self._fail, notice=self._second_came)
         self._something_happened = asyncio.Event()
         self._under_way: set[tuple[str, str]] = set()  # device, order
         self._settled_at = self._look_at = 0.0
@@ -172,6 +176,8 @@ class MqttFleet(Intake, Fleet):
 
     async def __aenter__(self) -> Self:
         topics = self._topics
+        self._transport.speak_as(await self._sole.require(self._transport.settings))
+        await self._sole.attach(self._transport)
         await self._transport.subscribe(topics.agent("+", "status"), self._guard(self._on_status))
         await self._transport.subscribe(topics.agent("+", "context"), self._guard(self._on_context))
         await self._transport.subscribe(topics.agent("+", "health"), self._guard(self._on_health))
@@ -210,6 +216,9 @@ class MqttFleet(Intake, Fleet):
                     await asyncio.wait(tasks)
         self._background.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(GOODBYE_S):
+                await self._sole.withdraw()
         if kind is None or issubclass(kind, asyncio.CancelledError):
             await self._keep_devices()
 
@@ -696,6 +705,12 @@ class MqttFleet(Intake, Fleet):
                 log.error(text, len(revocations), TOO_LONG)
                 return
             await self._publish(self._topics.revocations, revocations, retain=True)
+
+    def _second_came(self, claim: Claim) -> None:
+        """Say that another coordinator of this federation is at the broker, which has to end."""
+        log.error("event=second_coordinator detail=%r", f"{told(claim)}: it is told to end")
+        self.second = {"where": claim.where, "incarnation": claim.incarnation, "since": claim.since, "at": time.time()}
+        self._observe("second_coordinator", self.second)
 
     async def _tell_time(self) -> None:
         """Publish our time and version while connected: devices compare theirs (`fedge doctor`)."""

@@ -13,6 +13,7 @@ from fedge.topics import Topics
 from fedge.transport import Inbound, Transport
 from tests.support.identities import Authority, TlsBroker
 from tests.support.scene import Scene, one_round
+from tests.support.waiting import until
 
 THIEVES, ROUNDS = 20, 8
 DEVICES = ("cam1", "cam2", "cam3")
@@ -75,5 +76,5 @@ async def test_who_asks_for_a_share_of_the_reports_gets_none_and_holds_up_nobody
         answers = await one_round(fleet, number, *DEVICES)
         assert all(isinstance(answer.result, Trained) for answer in answers.values())
     assert thieves.got == []
-    said = [fields for name in DEVICES for event, fields in scene.events[name] if event == "report_acked"]
-    assert len(said) == ROUNDS * len(DEVICES)
+    await until(lambda: [e[0] for i in DEVICES for e in scene.events[i]].count("report_acked") == ROUNDS * len(DEVICES))
+    assert not fleet.problems

@@ -53,6 +53,7 @@ MESSAGES: list[dict[str, Any]] = [
     ],
     {"type": "ack", "order_id": "r.1.train.cam1", "device_id": "cam1", "accepted": True},
     {"type": "beacon", "at": 1e9, "fedge_version": "0.2.0"},
+    {"type": "claim", "incarnation": "a", "since": 1e9, "where": "server:/srv/shop", "works": True, "to": "b"},
     {"type": "want", "device_id": "cam1", "digest": DIGEST, "ranges": [[0, 10]]},
     {
         "type": "announcement",
@@ -97,7 +98,7 @@ def test_the_table_covers_every_message() -> None:
 
 def test_what_agents_and_coordinators_say_is_version_2_and_the_rest_is_as_it_was() -> None:
     """Runtimes of fedge 0.1 read rollouts and speak of their health; what moves tensors is older than both."""
-    second = {"Status", "Context", "Order", "Report", "Ack", "Beacon"}
+    second = {"Status", "Context", "Order", "Report", "Ack", "Beacon", "Claim"}
     for kind in get_args(Message):
         assert (2 if kind.__name__ in second else 1) == kind.VERSION
         (fields,) = [f for f in MESSAGES if type(made(f)) is kind][:1]

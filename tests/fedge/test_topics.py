@@ -22,6 +22,7 @@ def test_names_are_those_of_the_table() -> None:
         T.rollout,
         T.revocations,
         T.beacon,
+        T.claims,
         T.coordinator_wants("{id}"),
         T.model_chunk("{digest}", "{offset}"),
         T.update_chunk("{id}", "{digest}", "{offset}"),
