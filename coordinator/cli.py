@@ -6,12 +6,12 @@ import asyncio
 import contextlib
 import json
 import logging
+import statistics
 import sys
-import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import click
 
@@ -41,6 +41,11 @@ from fedge.transport import BrokerSettings, Transport
 from fedge.weights import with_network
 
 log = logging.getLogger("fedge.coordinator")
+
+TIMED_ROUNDS: Final = 3
+"""Rounds after which there is an estimate of the time left."""
+LAST_ROUNDS: Final = 9
+"""Rounds whose median it is from."""
 
 
 @click.command()
@@ -150,8 +155,6 @@ class Progress:
 
     def __init__(self, *, live: bool) -> None:
         self._live = live
-        self._began = time.monotonic()
-        self._first_round: int | None = None
         self._answers = 0
         self._told = 0
         self._rounds: int | None = None
@@ -159,7 +162,10 @@ class Progress:
 
     def observe(self, event: str, fields: dict[str, Any]) -> None:
         """Process an event and redraw."""
-        if event == "finished":
+        if event == "beginning":
+            self._text = "making the first model, and checking the network"
+            self._line(self._text)
+        elif event == "finished":
             more = "start it with more --rounds to go on, or with another --home to begin anew"
             self._line(f"finished: {fields['rounds']} rounds, {fields['bundles']} bundles installed; {more}")
         elif event == "waiting":
@@ -167,10 +173,11 @@ class Progress:
             self._line(self._text)
         elif event == "round_begun":
             self._answers = 0
-            self._first_round = self._first_round or fields["round"]
             after = self._rounds is not None and fields["round"] > self._rounds
             name = "after the last round" if after else f"round {fields['round']}"
             self._text = f"{name}: {count_devices(fields['devices'])}"
+            if self._rounds is None:  # the first round of this process takes longest: devices load torch
+                self._line(self._text)
         elif event == "answer":
             self._answers += 1
         elif event == "round_done":
@@ -181,8 +188,6 @@ class Progress:
 
     def _round_line(self, summary: dict[str, Any]) -> str:
         number, rounds = summary["round"], summary["rounds"]
-        done = max(number - (self._first_round or 1) + 1, 1)
-        left_s = (time.monotonic() - self._began) / done * max(rounds - number, 0)
         nobody: dict[str, Any] = {"accuracy": None, "answered": 0, "asked": 0}
         last = summary["history"][-1] if summary["history"] else nobody
         problems = {i: Problem(**problem) for i, problem in summary["problems"].items()}
@@ -201,7 +206,7 @@ class Progress:
             )
         if number == self._told:  # a method may have steps after its last round of training
             return f"after round {number}: {devices}, {traffic}"
-        return f"round {number}/{rounds}  {devices}  validation accuracy {shown}  {traffic}  about {left_s:.0f} s left"
+        return f"round {number}/{rounds}  {devices}  validation accuracy {shown}  {traffic}{until_bundles(summary)}"
 
     def _line(self, text: str) -> None:
         click.echo(("\r\x1b[2K" if self._live else "") + text, err=True)
@@ -210,6 +215,20 @@ class Progress:
         """Leave the cursor on a new line."""
         if self._live:
             click.echo("", err=True)
+
+
+def until_bundles(summary: Mapping[str, Any]) -> str:
+    """How long it will take until the devices have their bundles, for the line of a round; empty: nobody knows yet.
+
+    Rounds take as long as the median of the last ones. Writing the bundles takes about as long as the longest round:
+    mostly the first one, in which devices load torch, as they then load what exports a network.
+    """
+    round_s: list[float] = summary["round_s"]
+    left = max(summary["rounds"] - summary["round"], 0)
+    if len(round_s) < TIMED_ROUNDS:
+        return "" if left else "  now the bundles"
+    seconds = left * statistics.median(round_s[-LAST_ROUNDS:]) + max(round_s)
+    return f"  about {seconds:.0f} s until the bundles are there"
 
 
 class StatusSettings(Credentials, frozen=True, kw_only=True):

@@ -324,6 +324,8 @@ async def serve(
     tune_malloc(large=True)
     raise_open_files()
     began = time.monotonic()
+    if store.recall("start") is None:
+        observe("beginning", {})
     method, layout, first, state = resumed(settings, task, store, options)
     if (ended := finished(settings, method, state)) is not None:
         observe("finished", {"rounds": ended["rounds"], "bundles": len(ended["installed"])})

@@ -11,6 +11,7 @@ import shutil
 import sys
 import time
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,6 +33,7 @@ from coordinator.simulation.interface import one_thread
 from coordinator.simulation.outcome import DeviceOutcome, Point, RunOutcome, outcome_of, score
 from coordinator.simulation.run import Watch, run_on
 from coordinator.simulation.settings import DemoSettings, Scenario, Setup
+from coordinator.watch import count_devices
 from fedge.broker import LocalBroker
 from fedge.bundle import Part, PoolInfo, look
 from fedge.egress import FILE as EGRESS
@@ -53,27 +55,27 @@ SERVER_DATA: Final = 0.05  # of all samples, as in `fedge simulate`
 DEADLINE_S: Final = 240
 """Of a round. Generous: on this machine the devices share a few cores, and each imports torch in its first round."""
 PARALLEL_INFERENCE: Final = 2
+BASELINES: Final = ("local", "fedavg", "fedavg+ft")
 SERVER_FILE: Final = "server_data.npz"
 LIMITS: Final[dict[str, int]] = {"mnist": 4000, "fashion-mnist": 4000, "image-folder": 4000}
 """Default samples of the large sets: a demo takes minutes, not hours."""
 
 
-def run(settings: DemoSettings, watch: Watch, options: Mapping[str, Option]) -> Demonstration:
+def run(settings: DemoSettings, watch: Watch, options: Mapping[str, Option], began: float) -> Demonstration:
     """Run the federation, the inference and the baselines; all processes have ended when it returns.
 
-    `watch`: called with lines of progress. `options` are the method's own.
+    `watch`: called with lines of progress. `options` are the method's own. `began`: when the demo did, by the
+    monotonic clock.
 
     Raises:
         ConfigError: the data, the partition or the broker is not available as requested.
         ProcessError: a process failed, or a device ended without a bundle.
         TransportError: the broker does not start.
     """
-    began = time.monotonic()
     watch("partitioning the samples")
     cameras = partition_samples(settings, server_data=needs_server_data(settings.method, options))
     ours, summary, broker = asyncio.run(over_mqtt(settings, cameras, watch, options))
-    watch("baselines with the same budget")
-    runs = [*baselines(settings, cameras, summary), *ours]
+    runs = [*baselines(settings, cameras, summary, watch), *ours]
     found = compare_runs(as_simulated(settings), runs, [run.method for run in runs], [settings.seed], Local.name, None)
     trial = summary.get("trial") or {"ids": [], "places": []}
     return Demonstration(
@@ -107,7 +109,9 @@ async def over_mqtt(
             common = ["--broker", address, "--federation", federation]
             summary = await federate(settings, cameras, common, children, watch, options)
         bundles = installed_bundles(settings, cameras, summary)
-        watch("inference by ONNX Runtime")
+        watch(
+            f"inference by ONNX Runtime on {count_devices(len(bundles))}; then {len(BASELINES)} simpler ways to learn"
+        )
         predicted = await infer(settings, bundles, children)
     reported = {line["round"]: line["accuracy"] for line in summary["history"] if line["accuracy"] is not None}
     network = Network(cameras.task)
@@ -271,7 +275,9 @@ async def federate(
     options: Mapping[str, Option],
 ) -> dict[str, Any]:
     """Run coordinator and agents until the coordinator is done, and return its summary."""
-    watch(f"{settings.method} over {common[1]}")
+    watch(
+        f"{settings.method} over {common[1]}: a coordinator and {count_devices(len(cameras.shares))}, which load torch"
+    )
     common = [*common, "--task", str(settings.folder / "task.json"), "--allow", ",".join(cameras.task.code)]
     home = settings.folder / "coordinator"
     coordinator = children.start(
@@ -372,7 +378,9 @@ class Alone(Local):
         return msgspec.structs.replace(state, round=1, installed=installed)
 
 
-def baselines(settings: DemoSettings, cameras: Federation, summary: Mapping[str, Any]) -> list[RunOutcome]:
+def baselines(
+    settings: DemoSettings, cameras: Federation, summary: Mapping[str, Any], watch: Watch
+) -> list[RunOutcome]:
     """Simpler ways to learn with the same budget: every device alone, FedAvg, and FedAvg with fine-tuning."""
     trained = spent(settings, cameras, summary)
     share = sum(trained.values()) / (settings.rounds * len(trained))
@@ -381,9 +389,16 @@ def baselines(settings: DemoSettings, cameras: Federation, summary: Mapping[str,
     ways = Alone(given, trained), make("fedavg", given), make("fedavg+ft", given)
     with one_thread():
         return [
-            run_on(cameras, way, scenario, settings.seed, settings.folder / "baselines" / label, label)
-            for label, way in zip(("local", "fedavg", "fedavg+ft"), ways, strict=True)
+            run_on(
+                *(cameras, way, scenario, settings.seed, settings.folder / "baselines" / label, label),
+                watch=partial(_labelled, watch, label),
+            )
+            for label, way in zip(BASELINES, ways, strict=True)
         ]
+
+
+def _labelled(watch: Watch, label: str, line: str) -> None:
+    watch(f"{label}  {line}")
 
 
 def spent(settings: DemoSettings, cameras: Federation, summary: Mapping[str, Any]) -> dict[str, int]:

@@ -205,6 +205,8 @@ def compare(settings: CompareSettings, out: Path, watch: Watch) -> Comparison:
     make_folder(out / "runs")  # else the failure would show only after the first run
     jobs = settings.jobs or (os.cpu_count() or 1 if scenario.train_on is Processor.CPU else 1)  # memory of the GPU
     on_ray = settings.engine == "ray"
+    if missing:
+        watch(f"{len(missing)} runs to do; each that is done gets a line")
     for run, outcome in _on_ray(missing, settings) if on_ray else _done(missing, 1 if ours else jobs):
         write_atomically(_file(out, run), msgspec.json.format(msgspec.json.encode(outcome)))
         found[run] = outcome

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 import numpy as np
@@ -31,6 +31,8 @@ from fedge.models.training import torch_device
 from fedge.processor import Processor
 
 T = TypeVar("T")
+QUIET_S: Final = 10.0
+"""A round without a point of the curve is told if nothing was told for so long."""
 LOOK_S = 0.1
 """Pause between two looks at work in a thread."""
 Watch = Callable[[str], None]
@@ -68,6 +70,7 @@ def simulate(
         FedgeError: Ray fails.
     """
     began = time.perf_counter()
+    watch("sharing out the samples, and checking the network")
     federation = partition_samples(scenario, seed)
     made = make(method, scenario.for_method(seed, options), Server(federation.task, federation.server_data))
     examined = examine(federation.task, federation.layout, without_profile(method, options))
@@ -112,6 +115,12 @@ def run_on(
             if track is not None:
                 track(point)
 
+        told_at = [time.monotonic()]
+
+        def tell(line: str) -> None:
+            told_at[0] = time.monotonic()
+            watch(line)
+
         def privacy(state: State) -> dict[str, float]:
             at_work = federation.shares if isinstance(federation.shares, dict) else state.participations
             return epsilon_spent((home / i for i in at_work), made.settings.protection)
@@ -122,7 +131,11 @@ def run_on(
                 measure(state, state.round, _mean(evaluation.now(made, state, fleet), federation.late_joiners))
                 reached = f"round {state.round}/{scenario.rounds}  accuracy {curve[-1].accuracy:.3f}"
                 spent = "".join(f"  {name} {value:.2f}" for name, value in privacy(state).items())
-                watch(reached + spent + missing(state, fleet))
+                tell(reached + spent + missing(state, fleet))
+            elif time.monotonic() - told_at[0] > QUIET_S:
+                tell(f"round {state.round}/{scenario.rounds}" + missing(state, fleet))
+            if state.round == made.last:
+                tell("the devices write their bundles")
 
         begun = made.begin(federation.layout, first)
         on_round(begun)

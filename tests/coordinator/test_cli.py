@@ -19,7 +19,7 @@ import pytest
 from click.testing import CliRunner
 
 from coordinator import runs, service
-from coordinator.cli import Progress, coordinator, look, status
+from coordinator.cli import Progress, coordinator, look, status, until_bundles
 from coordinator.fleet.mqtt import MqttFleet
 from coordinator.fleet.problems import Problem
 from coordinator.methods import RoundSummary, make
@@ -239,7 +239,7 @@ def summary(**changes: Any) -> dict[str, Any]:
     values = {
         "round": 2, "rounds": 4, "done": False, "bytes_up": 1_500_000, "bytes_down": 500_000, "wall_s": 12.0,
         "history": [{"accuracy": 0.75, "asked": 3, "answered": 2}], "installed": {}, "without_bundle": [],
-        "problems": {}, "fleet": {}, "retired": [], "quarantined": {}, "clocks": {},
+        "round_s": [], "problems": {}, "fleet": {}, "retired": [], "quarantined": {}, "clocks": {},
     }  # fmt: skip
     return values | changes
 
@@ -264,13 +264,13 @@ def test_progress_is_a_line_per_round(capsys: pytest.CaptureFixture[str], live: 
     assert "waiting until 3 devices are there" in said
     assert (
         "round 2/4  answered 2 of 3 (c: failed: its own code failed; its log says more)  validation accuracy 0.750  "
-        "1.50 MB up, 0.50 MB down  about"
+        "1.50 MB up, 0.50 MB down\n"
     ) in said
     why = "round 3: declined: its disk has no room for the models; its log says more"
     assert f"done: 1 bundles installed, NO BUNDLE on b, c: {why}" in said
     assert f"ended: 0 bundles installed, NO BUNDLE on b: {why}" in said
     assert ("\r" in said) == live  # redrawn in place
-    assert live or said.count("\n") == 4
+    assert live or said.count("\n") == 5
 
 
 def test_the_end_says_what_a_private_run_has_promised(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -282,6 +282,22 @@ def test_the_end_says_what_a_private_run_has_promised(home: Path, capsys: pytest
     assert found["privacy"] == Protection().promise() == ""
     (home / "summary.json").write_text(json.dumps(found | {"privacy": promise}))
     assert f"privacy     {promise}" in run_fedge("status", "--home", home).stdout
+
+
+@pytest.mark.parametrize(
+    ("round_s", "number", "text"),
+    [
+        ([52.0, 2.0], 2, ""),
+        ([52.0, 2.0, 2.0], 3, "  about 106 s until the bundles are there"),
+        ([52.0, *[2.0] * 29], 30, "  about 52 s until the bundles are there"),
+        ([52.0], 1, ""),
+    ],
+)
+def test_the_time_that_is_left_is_told_after_three_rounds_and_holds_the_bundles(
+    round_s: list[float], number: int, text: str
+) -> None:
+    """The first round, in which devices load torch, is no measure of the others, but of the end."""
+    assert until_bundles(summary(round=number, rounds=30, round_s=round_s)) == text
 
 
 def test_the_last_round_is_told_once_and_what_follows_has_no_number(capsys: pytest.CaptureFixture[str]) -> None:

@@ -171,10 +171,11 @@ async def test_alone_a_device_trains_as_many_rounds_as_it_did_in_the_federation(
 def test_the_baselines_are_those_of_the_seed(tmp_path: Path) -> None:
     settings = DemoSettings(out=tmp_path / "a", devices=4, samples=320, rounds=3, average="median")
     cameras = partition_samples(settings)
-    one = baselines(settings, cameras, {"selection": dict.fromkeys(cameras.shares, 3)})
+    told: list[str] = []
+    one = baselines(settings, cameras, {"selection": dict.fromkeys(cameras.shares, 3)}, told.append)
     assert [found.method for found in one] == ["local", "fedavg", "fedavg+ft"]
     assert [found.bundles for found in one] == [4, 4, 4]
     assert [[device.trained for device in found.devices] for found in one[1:]] == [[3] * 4] * 2
     again = msgspec.structs.replace(settings, out=tmp_path / "b")
-    two = baselines(again, cameras, {"selection": dict.fromkeys(cameras.shares, 3)})
+    two = baselines(again, cameras, {"selection": dict.fromkeys(cameras.shares, 3)}, told.append)
     assert [found.devices for found in two] == [found.devices for found in one]

@@ -34,7 +34,9 @@ def test_the_outcome_adds_up(tmp_path: Path) -> None:
     assert [device.trained for device in found.devices] == [4] * 4
     assert found.max_abs_diff <= 1e-4
     assert 0 < found.evaluation_s < found.wall_s
-    assert len(told) == len(found.curve)
+    assert told[0] == "sharing out the samples, and checking the network"
+    assert told[-2] == "the devices write their bundles"
+    assert len(told) == len(found.curve) + 2
 
 
 def test_the_curve_goes_from_the_first_model_to_the_bundles(tmp_path: Path) -> None:
@@ -115,7 +117,7 @@ def test_what_a_private_run_has_spent_is_told_on_the_way_and_at_the_end(tmp_path
     found = simulate(scenario, "fedavg", {}, 1, tmp_path, told.append, "fedavg")
     most = max(Ledger(tmp_path / f"device-{i}").spent(1e-5) for i in range(4))
     assert found.details == {"epsilon spent (delta 1e-05)": most}
-    assert told[1].endswith(f"  epsilon spent (delta 1e-05) {most:.2f}")
+    assert told[2].endswith(f"  epsilon spent (delta 1e-05) {most:.2f}")
     assert ("epsilon spent (delta 1e-05)", f"{most:.2f}") in lines_of(found, None)
 
 
