@@ -28,6 +28,7 @@ from deploy.runtime import Prediction, Runtime, load_as
 from fedge import images, table
 from fedge.config import resolve, settings_options
 from fedge.errors import ConfigError, failing_as
+from fedge.labels import class_numbers
 from fedge.preprocess import apply, load_image
 from fedge.task import TaskSpec
 from fedge.text import printable
@@ -115,9 +116,7 @@ def _read(runtime: Runtime, path: Path) -> Samples:
         if isinstance(loaded, np.ndarray):
             return Samples(runtime.as_batch(loaded))
         x, y = runtime.as_batch(loaded["x"]), loaded.get("y")
-    if y is not None and y.shape != x.shape[:1]:
-        raise ConfigError(f"{path}: y has the shape {y.shape}, x has {len(x)} samples")
-    return Samples(x, y)
+    return Samples(x, None if y is None else class_numbers(y, len(x), runtime.task.n_classes, f"{path}: y"))
 
 
 def _pictures(task: TaskSpec, source: Path) -> Samples:

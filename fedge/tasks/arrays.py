@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedge.errors import ConfigError
+from fedge.labels import NUMBERING, class_numbers, whole_numbers
 from fedge.npz import load
 from fedge.scaling import unfit
 from fedge.task import TEST
@@ -17,6 +18,8 @@ from fedge.text import nearest, printable
 
 Arrays = dict[str, NDArray[Any]]
 KEYS: Final = ("x", "y", "split", "sensitive", "user", "classes")
+MOST_UNNAMED: Final = 10_000
+"""Classes without names; more labels than that are hardly classes."""
 
 
 def read(file: Path, *, labelled: bool = True) -> Arrays:
@@ -56,9 +59,11 @@ def checked(table: Mapping[str, NDArray[Any]], where: str) -> Arrays:
         raise ConfigError(f"{where}: x must be samples of numbers (n, ...), not {x.dtype}{x.shape}")
     if fault := unfit(x):
         raise ConfigError(f"{where}: {fault}")
-    largest = {"y": np.iinfo(np.int64).max, "split": TEST, "sensitive": 1, "user": len(x) - 1}
+    if "y" in found:
+        found["y"] = class_numbers(found["y"], len(x), None, f"{where}: y")
+    largest = {"split": TEST, "sensitive": 1, "user": len(x) - 1}
     for name in (name for name in largest if name in found):
-        found[name] = _whole_numbers(found[name], len(x), largest[name], f"{where}: {name}")
+        found[name] = whole_numbers(found[name], len(x), largest[name], f"{where}: {name}")
     if "sensitive" in found:
         found["sensitive"] = found["sensitive"].astype(np.bool_)
     return found
@@ -93,23 +98,24 @@ def class_names(table: Mapping[str, NDArray[Any]], file: Path | str) -> tuple[st
     """The names in `classes`, or "0", "1", ... up to the largest label.
 
     Raises:
-        ConfigError: fewer names than labels, only one class, or an unprintable name.
+        ConfigError: fewer names than labels, labels with gaps and no names, only one class, or an unprintable name or
+            one that stands twice.
     """
-    largest = int(table["y"].max())
+    there = np.unique(table["y"])
+    largest = int(there[-1])
     names = tuple(str(name) for name in table["classes"].ravel()) if "classes" in table else None
-    if largest == 0 or largest >= (len(names) if names else 10_000):
-        raise ConfigError(f"{file}: the largest label is {largest}, with {len(names or ())} names in classes")
+    if names is None and len(there) <= largest:
+        some = ", ".join(map(str, there[:5])) + ", ..." * (len(there) > 5)
+        told = f"the labels {some} are {len(there)} classes or {largest + 1}: {NUMBERING} numbers them without gaps"
+        raise ConfigError(f"{file}: {told}; or name all classes, those without samples, too (`classes`)")
+    if largest >= (len(names) if names else MOST_UNNAMED):
+        told = f"the largest label is {largest}, with {len(names or ())} names in classes"
+        raise ConfigError(f"{file}: {told}: name 0..{largest}, or number the labels by their place among the names")
+    if len(names or there) < 2:
+        what = "there is one name in classes" if names else "all labels are 0"
+        raise ConfigError(f"{file}: {what}, and a task has two classes or more: name them all (`classes`)")
+    if names and (twice := [name for name in names if names.count(name) > 1]):
+        raise ConfigError(f"{file}: the class {printable(twice[0])[:100]} stands twice in classes: name each once")
     if odd := [name for name in names or () if not name.isprintable()]:
         raise ConfigError(f"{file}: the class name {printable(odd[0])[:100]} holds control characters")
     return names or tuple(str(number) for number in range(largest + 1))
-
-
-def _whole_numbers(values: NDArray[Any], n_samples: int, largest: int, what: str) -> NDArray[np.int64]:
-    """One whole number per sample, from 0 to `largest`. A mask with gaps is an error; nothing is guessed."""
-    if values.shape != (n_samples,) or values.dtype.kind not in "bui":
-        raise ConfigError(
-            f"{what} must be one whole number per sample ({n_samples},), not {values.dtype}{values.shape}"
-        )
-    if values.min() < 0 or values.max() > largest:
-        raise ConfigError(f"{what} must be in 0..{largest}, found {values.min()}..{values.max()}")
-    return values.astype(np.int64)

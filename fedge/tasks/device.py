@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from fedge import images, preprocess, table
 from fedge.errors import ConfigError, failing_as
 from fedge.files import require_there
+from fedge.labels import class_numbers
 from fedge.task import TEST, TaskSpec
 from fedge.tasks import arrays
 from fedge.tasks.data import DeviceData, user_task
@@ -78,9 +79,8 @@ def _read(task: TaskSpec, source: Path, *, labelled: bool = True) -> _Read:
         found = table.read(table.schema_of(task), source, labelled=labelled)
     else:
         found = arrays.read(source, labelled=labelled)
-    y = found["y"] if labelled else np.zeros(0, np.int64)
-    if y.max(initial=0) >= task.n_classes:
-        raise ConfigError(f"{source}: label {y.max()} found, but the task has the classes 0..{task.n_classes - 1}")
+    n = len(found["x"])
+    y = class_numbers(found["y"], n, task.n_classes, f"{source}: y") if labelled else np.zeros(0, np.int64)
     with failing_as(ConfigError, str(source), on=ConfigError):
         x = preprocess.apply(task, found["x"])
-    return x, y, found.get("split"), found.get("sensitive", np.zeros(len(x), dtype=np.bool_))
+    return x, y, found.get("split"), found.get("sensitive", np.zeros(n, dtype=np.bool_))

@@ -58,7 +58,7 @@ class Task:
         Args:
             x: (n, ...) numbers in the shape that the network takes. Images may be channels-last; uint8 images may omit
                 the channel axis.
-            y: (n,) whole numbers from 0.
+            y: (n,) whole numbers from 0; without `classes`, without gaps.
             model: a name such as "cnn", "package.module:factory", a subclass of `torch.nn.Module`, a factory function,
                 or a module, whose weights are the starting point. A class or function is called with the `TaskSpec`, or
                 with no argument if it takes none. None: a convolutional network for images of 16 pixels or more, else a
@@ -106,12 +106,12 @@ class Task:
         samples: Iterable[Any] = (dataset[i] for i in range(len(dataset))) if hasattr(dataset, "__len__") else dataset
         name = name or type(dataset).__name__
         try:
-            inputs, labels = zip(*((np.asarray(x), int(y)) for x, y in samples), strict=True)
-            x = np.stack(inputs)
-        except (TypeError, ValueError) as error:
+            inputs, labels = zip(*((np.asarray(x), np.asarray(y)) for x, y in samples), strict=True)
+            x, y = np.stack(inputs), np.stack(labels)
+        except (TypeError, ValueError, RuntimeError) as error:
             raise ConfigError(f"{name} must give pairs (input, class number) of one shape: {error}") from error
         found = classes if classes is not None else getattr(dataset, "classes", None)
-        return cls.from_arrays(x, labels, model=model, classes=found, name=name)
+        return cls.from_arrays(x, y, model=model, classes=found, name=name)
 
     @classmethod
     def from_folder(cls, folder: Path | str, *, model: object = None) -> Self:

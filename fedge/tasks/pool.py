@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from fedge import images, table
 from fedge.errors import ConfigError, failing_as
+from fedge.labels import class_numbers
 from fedge.loading import load_object
 from fedge.task import Preprocessing, TaskSpec
 from fedge.tasks import arrays, har, speech
@@ -85,7 +86,8 @@ def pool(task_name: str, data: Path | None = None, *, seed: int = 0, limit: int 
         held = table.read(table.schema_of(spec), data)
     else:
         raise ConfigError(f"task {task_name} does not bring its samples: say where they are (--data)")
-    found = Pool(held["x"], held["y"], spec, held.get("user"), held.get("block"))
+    y = class_numbers(held["y"], len(held["x"]), spec.n_classes, f"{data or task_name}: y")
+    found = Pool(held["x"], y, spec, held.get("user"), held.get("block"))
     return found.take(_choice(len(found.y), rng, limit))
 
 

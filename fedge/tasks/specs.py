@@ -135,8 +135,9 @@ def _of_images(data: Path) -> TaskSpec:
 
 def _of_arrays(data: Path) -> TaskSpec:
     table = arrays.read(data)
+    classes = arrays.class_names(table, data)
     with failing_as(ConfigError, str(data), on=ConfigError):
-        return spec_of_arrays("arrays", table["x"], arrays.class_names(table, data))
+        return spec_of_arrays("arrays", table["x"], classes)
 
 
 def spec_of_arrays(name: str, x: NDArray[Any], classes: tuple[str, ...]) -> TaskSpec:

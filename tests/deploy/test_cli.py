@@ -159,3 +159,10 @@ def test_help_has_examples():
     code, out = run("--help")
     assert code == 0
     assert "fedge infer bundles/3 photo.png" in out
+
+
+def test_labels_that_are_no_class_numbers_are_refused_rather_than_counted_as_wrong(tmp_path, expected):
+    for y, says in ((expected["y"] + 9, "class numbers are 0..9 here"), (expected["y"].astype(str), "np.unique")):
+        np.savez(tmp_path / "test.npz", x=expected["x"], y=y)
+        with pytest.raises(ConfigError, match=says.replace(".", r"\.")):
+            run(tmp_path / "test.npz")

@@ -31,8 +31,17 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "text": ({"x": X.astype(str), "y": Y}, "samples of numbers"),
     "NaN": ({"x": np.full_like(X, np.nan), "y": Y}, r"sample 0, column 0 .* is nan, not a finite"),
     "too large": ({"x": np.eye(4, 3, k=-1) * 1e39, "y": Y}, r"sample 1, column 0 .* is 1e\+39, more than single"),
-    "float labels": ({"x": X, "y": Y.astype(float)}, "y must be"),
-    "negative label": ({"x": X, "y": [0, 1, -1, 0]}, "y must be"),
+    "float labels": ({"x": X, "y": Y.astype(float)}, r"y must be .*, not float64.*: `y.astype\(int\)` makes them"),
+    "negative label": ({"x": X, "y": [1, 1, -1, 1]}, r"y holds -1\.\.1, and class numbers begin with 0.*np\.unique"),
+    "text labels": (
+        {"x": X, "y": ["cat", "dog", "dog", "cat"]},
+        r"not <U3\(4,\): .*np\.unique.* give the classes, too",
+    ),
+    "one-hot rows": (
+        {"x": X, "y": np.eye(4, 2)[[0, 1, 1, 0]]},
+        r"`y\.argmax\(axis=1\)` makes class numbers of one-hot",
+    ),
+    "labels in a column": ({"x": X, "y": Y[:, None]}, r"`y\[:, 0\]` is such an array"),
     "too few labels": ({"x": X, "y": Y[:3]}, "y must be"),
     "mask too short": ({"x": X, "y": Y, "sensitive": [True, False, True]}, "sensitive must be"),
     "mask with gaps": ({"x": X, "y": Y, "sensitive": [1.0, 0.0, np.nan, 0.0]}, "sensitive must be"),
@@ -63,13 +72,30 @@ def test_what_is_no_npz_is_named(tmp_path: Path) -> None:
         arrays.read(tmp_path / "none.npz")
 
 
+@pytest.mark.parametrize(
+    ("labels", "says"),
+    [
+        ([0, 2500, 5000], "the labels 0, 2500, 5000 are 3 classes or 5001: `classes, y = np.unique"),
+        (range(1, 11), r"the labels 1, 2, 3, 4, 5, \.\.\. are 10 classes or 11: "),
+        ([0, 2], "name all classes, those without samples, too"),
+    ],
+)
+def test_labels_with_gaps_are_not_taken_for_classes_that_nobody_meant(labels: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        arrays.class_names({"y": np.array(labels)}, Path("data.npz"))
+
+
 def test_class_names() -> None:
     here = Path("data.npz")
-    assert arrays.class_names({"y": np.array([0, 2])}, here) == ("0", "1", "2")
+    assert arrays.class_names({"y": np.array([2, 0, 1, 1])}, here) == ("0", "1", "2")
     assert arrays.class_names({"y": np.array([0, 1]), "classes": np.array(["sit", "stand", "lie"])}, here) == (
         "sit", "stand", "lie",
     )  # fmt: skip
-    with pytest.raises(ConfigError, match="largest label is 0"):
-        arrays.class_names({"y": np.array([0, 0])}, here)
+    assert arrays.class_names({"y": np.array([0, 0]), "classes": np.array(["sit", "stand"])}, here) == ("sit", "stand")
+    for one in ({"y": np.array([0, 0])}, {"y": np.array([0, 0]), "classes": np.array(["sit"])}):
+        with pytest.raises(ConfigError, match="a task has two classes or more: name them all"):
+            arrays.class_names(one, here)
+    with pytest.raises(ConfigError, match="the class sit stands twice"):
+        arrays.class_names({"y": np.array([0, 1]), "classes": np.array(["sit", "lie", "sit"])}, here)
     with pytest.raises(ConfigError, match="largest label is 2, with 2 names"):
         arrays.class_names({"y": np.array([0, 2]), "classes": np.array(["a", "b"])}, here)

@@ -144,6 +144,21 @@ def test_datasets_of_tensors_and_of_pictures() -> None:
         Task.from_dataset([(np.zeros(3), 0), (np.zeros(4), 1)])
 
 
+@pytest.mark.parametrize(
+    ("labels", "says"),
+    [
+        ([0.5, 1.5, 0.5], r"list: y must be one whole number per sample \(3,\), not float64\(3,\)$"),
+        ([0.0, 1.0, 0.0], r"`y\.astype\(int\)`"),
+        (["cat", "dog", "cat"], r"np\.unique"),
+        (torch.eye(3), r"`y\.argmax\(axis=1\)`"),
+        ([1, 2, 1], "the labels 1, 2 are 2 classes or 3"),
+    ],
+)
+def test_a_datasets_labels_are_not_rounded_or_guessed(labels: list, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        Task.from_dataset([(np.zeros(3), label) for label in labels])
+
+
 def png(path: Path, value: int) -> None:
     """A grey picture of 8 x 8."""
 
