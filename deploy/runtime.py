@@ -7,10 +7,11 @@ import logging
 import math
 import time
 import weakref
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from msgspec import structs
@@ -30,7 +31,11 @@ Floats = NDArray[np.float32]
 log = logging.getLogger("fedge.deploy")
 
 
-@dataclass(frozen=True, slots=True)
+SHOWN: Final = 5
+"""Classes that the text of a prediction counts, the most frequent ones."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
 class Prediction:
     """Predictions for n samples, in their order.
 
@@ -52,6 +57,15 @@ class Prediction:
     energies: Floats
     latency_ms: float
     usual: tuple[float, float] = (-math.inf, math.inf)
+
+    def __repr__(self) -> str:
+        """In a line, however many samples there are."""
+        counts = Counter(self.class_name).most_common()
+        classes = [f"{name!r} {n}" for name, n in counts[:SHOWN]]
+        classes += [f"{len(counts) - SHOWN} more"] * (len(counts) > SHOWN)
+        n = len(self.class_index)
+        told = [f"{n} sample{'s' * (n != 1)}", *([", ".join(classes)] if classes else [])]
+        return f"Prediction({'; '.join([*told, f'{self.outlier.sum()} outliers', f'{self.latency_ms:.1f} ms'])})"
 
     @property
     def outlier(self) -> NDArray[np.bool_]:

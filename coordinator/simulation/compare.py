@@ -125,6 +125,8 @@ class Comparison(Struct, frozen=True, kw_only=True):
             show(self, console)
         return shown.get().rstrip()
 
+    __repr__ = __str__
+
     def _repr_html_(self) -> str:
         from coordinator.simulation.report import headings, in_a_notebook, lead, row, table
 

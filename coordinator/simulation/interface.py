@@ -81,6 +81,8 @@ class Simulation(RunOutcome, frozen=True, kw_only=True, weakref=True):
         width = max(len(name) for name, _ in lines)
         return "\n".join(f"{name:{width}}  {figure}" for name, figure in lines)
 
+    __repr__ = __str__
+
     def _repr_html_(self) -> str:
         shown = table(("", self.method), lines_of(self, self.target))
         return in_a_notebook(run_lead(self, self.scenario), shown, [self])

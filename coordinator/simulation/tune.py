@@ -100,6 +100,11 @@ class Tuning(Struct, frozen=True, kw_only=True):
     asked: Tried | None
     trials: tuple[Tried, ...]
 
+    def __repr__(self) -> str:
+        """The best configuration."""
+        best = f"{told(self.best.values)}: {sentence(self.best, self.scenario)}"
+        return f"Tuning({best}, the best of {len(self.trials)})"
+
 
 def ranges_of(method: str, search: Iterable[str]) -> dict[str, Range]:
     """The ranges to search, by name.

@@ -1,5 +1,6 @@
 """The runtime on golden bundles, by each engine. Needs numpy, onnxruntime and msgspec only: torch is not imported."""
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -63,6 +64,18 @@ def test_batches(runtime, expected, batch):
     x = np.resize(expected["x"], (batch, 8, 8))
     p = np.resize(expected["probabilities"], (batch, 10))
     np.testing.assert_allclose(runtime.predict(x).probabilities, p, atol=1e-6)
+
+
+def test_its_text_is_one_line_however_many_samples_there_are(runtime):
+    many = runtime.predict(np.random.default_rng(0).normal(8, 4, (297, *runtime.task.input_shape)).clip(0, 16))
+    assert repr(many).count("\n") == 0
+    assert repr(many).startswith("Prediction(297 samples; ")
+    assert len(repr(many)) < 200
+    assert f"{many.outlier.sum()} outliers; {many.latency_ms:.1f} ms)" in repr(many)
+    mixed = dataclasses.replace(many.rows(0, 7), class_name=tuple("aabcdef"))
+    assert "(7 samples; 'a' 2, 'b' 1, 'c' 1, 'd' 1, 'e' 1, 1 more; " in repr(mixed)
+    assert repr(many.rows(0, 1)).startswith("Prediction(1 sample; ")
+    assert repr(many.rows(0, 0)).startswith("Prediction(0 samples; 0 outliers; ")
 
 
 @pytest.mark.parametrize("shape", [(7, 8), (3, 8, 9), (64,), ()])

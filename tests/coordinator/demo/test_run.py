@@ -174,6 +174,7 @@ def test_the_baselines_are_those_of_the_seed(tmp_path: Path) -> None:
     told: list[str] = []
     one = baselines(settings, cameras, {"selection": dict.fromkeys(cameras.shares, 3)}, told.append)
     assert [found.method for found in one] == ["local", "fedavg", "fedavg+ft"]
+    assert {line.split("  ")[0] for line in told} == {"local", "fedavg", "fedavg+ft"}
     assert [found.bundles for found in one] == [4, 4, 4]
     assert [[device.trained for device in found.devices] for found in one[1:]] == [[3] * 4] * 2
     again = msgspec.structs.replace(settings, out=tmp_path / "b")

@@ -74,7 +74,7 @@ def test_equal_arguments_give_equal_figures_and_a_folder_stays(tmp_path: Path) -
     assert one.cost is None
     assert two.cost is not None
     assert "until 5.0 %" in two._repr_html_()
-    assert "until 5.0 %" in str(two)
+    assert "until 5.0 %" in str(two) == repr(two)
     assert [device.score for device in one.devices] == [device.score for device in two.devices]
     assert one.home == tmp_path / "out"
     assert (one.home / "report.html").exists()

@@ -167,7 +167,7 @@ def test_a_run_without_any_bundle_fails(tmp_path: Path) -> None:
         FruitlessError, match=r"^no device has a bundle: device-0, device-1 and 2 more: failed: .*written"
     ):
         unchecked(tmp_path, of_network("Unwritable"), told)
-    assert "bundles" not in told[-1]
+    assert told[-1] == "the devices write their bundles", "and no figure of what is not there"
 
 
 def test_the_figure_of_the_bundles_is_of_those_that_are_there() -> None:
