@@ -37,6 +37,7 @@ from coordinator.simulation.settings import (
 from coordinator.tracking import tracking
 from edge_agent import batched
 from fedge.config import describe, given
+from fedge.errors import ConfigError
 from fedge.loading import hold, load_role
 from fedge.tasks import Task
 from fedge.tasks.own import name_of
@@ -261,6 +262,11 @@ def _settings(kind: type[S], arguments: Mapping[str, Any]) -> S:
     """The settings, with objects of this process replaced by the names that hold them."""
     named = dict(arguments)
     if isinstance(task := named.get("task"), Task):
+        if task.pool.user is not None and "partition" not in named:
+            raise ConfigError(
+                'the task says whose each sample is (users): say partition="natural", a device per person, or another '
+                "partition, which mixes the samples of all"
+            )
         named["task"] = hold(task)
     if (model := named.get("model")) is not None:
         named["model"] = name_of(model)

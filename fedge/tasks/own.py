@@ -57,7 +57,8 @@ class Task:
 
         Args:
             x: (n, ...) numbers in the shape that the network takes. Images may be channels-last; uint8 images may omit
-                the channel axis.
+                the channel axis. Whole numbers of another type are uint8 images if they are 0..255 in the shape of
+                images; without a channel axis only for fedge's own networks, since another may take them as they are.
             y: (n,) whole numbers from 0; without `classes`, without gaps.
             model: a name such as "cnn", "package.module:factory", a subclass of `torch.nn.Module`, a factory function,
                 or a module, whose weights are the starting point. A class or function is called with the `TaskSpec`, or
@@ -74,7 +75,8 @@ class Task:
         if classes is not None:
             given["classes"] = np.asarray(classes)
         table = arrays.checked(given, name)
-        images, mode = _channels_first(table["x"])
+        own_network = model is not None and not (isinstance(model, str) and ":" not in model)
+        images, mode = _channels_first(_pixels(table["x"], own_network))
         classes = arrays.class_names(table, name)
         with failing_as(ConfigError, name, on=ConfigError):
             spec = spec_of_arrays(name, images, classes)
@@ -140,6 +142,13 @@ def name_of(model: object) -> str:
     if not callable(model):
         raise ConfigError(f"a network is a name, a torch.nn.Module or what makes one, not {type(model).__name__}")
     return hold(model)
+
+
+def _pixels(x: NDArray[Any], own_network: bool) -> NDArray[Any]:
+    """The same numbers as uint8 if they are an image's."""
+    whole = x.dtype.kind in "iu" and x.dtype != np.uint8
+    shaped = (x.ndim == 4 and not {x.shape[1], x.shape[-1]}.isdisjoint(_CHANNELS)) or (x.ndim == 3 and not own_network)
+    return x.astype(np.uint8) if whole and shaped and x.min() >= 0 and x.max() <= 255 else x
 
 
 def _channels_first(x: NDArray[Any]) -> tuple[NDArray[Any], str | None]:

@@ -126,6 +126,16 @@ def test_methods_and_seeds_may_be_lists_and_rows_are_typed(tmp_path: Path) -> No
         fedge.compare(task=other, methods=["local", "fedavg"], seeds=range(2), out=tmp_path / "out", **given)
 
 
+def test_whose_samples_are_whose_is_not_ignored() -> None:
+    task = fedge.Task.from_arrays(X, Y, users=np.arange(len(Y)) % 3)
+    for run in (fedge.simulate, fedge.compare):
+        with pytest.raises(ConfigError, match=r'says whose each sample is \(users\): say partition="natural"'):
+            run(task=task, rounds=1)
+    found = fedge.simulate(task=task, partition="natural", method="fedavg", rounds=1, progress=None)
+    assert [device.id for device in found.devices] == ["device-0", "device-1", "device-2"]
+    assert fedge.simulate(task=task, partition="iid", devices=2, method="fedavg", rounds=1, progress=None).bundles == 2
+
+
 SCRIPT = """
 import fedge
 print("begun")

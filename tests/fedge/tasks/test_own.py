@@ -62,6 +62,24 @@ def test_images_have_their_channels_first(
     assert (spec.input_shape, spec.preprocessing.image_mode, spec.model) == (wanted, mode, model)
 
 
+@pytest.mark.parametrize("shape", [(8, 20, 20), (8, 20, 20, 3), (8, 1, 20, 20)])
+@pytest.mark.parametrize("dtype", [np.int64, np.uint16, np.int32])
+def test_pixels_are_pixels_in_every_whole_type(shape: tuple[int, ...], dtype: type) -> None:
+    x, y = np.random.default_rng(0).integers(0, 256, shape), np.arange(8) % 2
+    wanted, found = Task.from_arrays(x.astype(np.uint8), y), Task.from_arrays(x.astype(dtype), y)
+    assert found.spec == wanted.spec
+    assert found.spec.model == "cnn"
+    assert np.array_equal(found.pool.x, wanted.pool.x)
+
+
+def test_whole_numbers_that_are_no_pixels_stay_in_their_shape() -> None:
+    x, y = np.random.default_rng(0).integers(0, 256, (8, 20, 20)), np.arange(8) % 2
+    for other in (x - 1, x + 256, x.astype(np.float32)):
+        assert Task.from_arrays(other, y).spec.input_shape == (20, 20)
+    assert Task.from_arrays(x, y, model=Net).spec.input_shape == (20, 20)
+    assert Task.from_arrays(x, y, model="cnn").spec.input_shape == (1, 20, 20)
+
+
 @pytest.mark.parametrize("model", [Net, lambda: Net(7), with_the_task, Net()], ids=["class", "function", "task", "net"])
 def test_any_network_can_be_built_and_has_a_fingerprint(model: object) -> None:
     task = Task.from_arrays(X, Y, model=model)
