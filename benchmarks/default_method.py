@@ -234,14 +234,20 @@ def ablated(step: type[A], order: Action, **changes: object) -> A:
     return step(**{name: getattr(order, name) for name in order.__struct_fields__} | changes)
 
 
-class NoFinalFit(Fedge):
+class Ablated(Fedge):
+    """`fedge` with the steps of the ablations."""
+
+    steps = (FitAblatedCandidates, FitAblatedGate)
+
+
+class NoFinalFit(Ablated):
     """Nothing learns from the validation samples (section 10)."""
 
     def mixture(self, pool: Pool, fitted: CandidatesFitted) -> FitGate:
         return ablated(FitAblatedGate, super().mixture(pool, fitted), refits=False)
 
 
-class Unclipped(Fedge):
+class Unclipped(Ablated):
     """With the plain mean: what bounds for hostile devices cost where there are none."""
 
     def __init__(self, settings: MethodSettings, server: Server = NO_DATA) -> None:
@@ -249,34 +255,34 @@ class Unclipped(Fedge):
         super().__init__(msgspec.structs.replace(settings, protection=plain), server)
 
 
-class NoGuard(Fedge):
+class NoGuard(Ablated):
     """The mixture serves, whatever validation says (section 11)."""
 
     def mixture(self, pool: Pool, fitted: CandidatesFitted) -> FitGate:
         return ablated(FitAblatedGate, super().mixture(pool, fitted), guards=False)
 
 
-class UntrainedGate(Fedge):
+class UntrainedGate(Ablated):
     """r = 0 (section 9)."""
 
     def mixture(self, pool: Pool, fitted: CandidatesFitted) -> FitGate:
         return ablated(FitAblatedGate, super().mixture(pool, fitted), trains_gate=False)
 
 
-class NoLocal(Fedge):
+class NoLocal(Ablated):
     """Without a local model."""
 
     LOCAL = False
 
 
-class AlwaysLocal(Fedge):
+class AlwaysLocal(Ablated):
     """The local model comes in, whatever the pool says."""
 
     def takes_local(self, mixed: Collection[Role], piloted: Sequence[EnergyFitted]) -> bool:  # noqa: ARG002
         return Role.LOCAL in mixed
 
 
-class NoPrior(Fedge):
+class NoPrior(Ablated):
     """kappa = 0 for all candidates."""
 
     def calibrate(self, role: Role, fitted: Iterable[CandidatesFitted], *, pooling: bool) -> Calibration:
@@ -287,28 +293,28 @@ class NoPrior(Fedge):
         return point.kappa == 0
 
 
-class SharedPrior(Fedge):
+class SharedPrior(Ablated):
     """kappa = 0 for private and local models."""
 
     def allows(self, role: Role, point: Calibration) -> bool:
         return role.is_shared or point.kappa == 0
 
 
-class FixedPrior(Fedge):
+class FixedPrior(Ablated):
     """T = 1, and the whole prior for the models that are shared."""
 
     def calibrate(self, role: Role, fitted: Iterable[CandidatesFitted], *, pooling: bool) -> Calibration:  # noqa: ARG002
         return super().calibrate(role, fitted, pooling=False)
 
 
-class NoTemperature(Fedge):
+class NoTemperature(Ablated):
     """T = 1."""
 
     def allows(self, role: Role, point: Calibration) -> bool:  # noqa: ARG002
         return point.temperature == 1
 
 
-class NoGlobal(Fedge):
+class NoGlobal(Ablated):
     """Without the global model in the mixture, if there are experts."""
 
     def mixed(self, roles: list[Role]) -> list[Role]:
@@ -337,47 +343,47 @@ class ExpertAlone(PrivateAlone):
     ROLE = Role.EXPERT
 
 
-class NoShrinkage(Fedge):
+class NoShrinkage(Ablated):
     """Each device has its own weights."""
 
     SHRINKAGE = 0.001
 
 
-class PooledWeights(Fedge):
+class PooledWeights(Ablated):
     """All devices have the pooled weights."""
 
     SHRINKAGE = 1e9
 
 
-class UniformWeights(Fedge):
+class UniformWeights(Ablated):
     """All candidates weigh the same."""
 
     WEIGHT_TURNS = ()
     SHRINKAGE = 1e12
 
 
-class NoEnergy(Fedge):
+class NoEnergy(Ablated):
     """beta = 0."""
 
     def beta(self, losses: Sequence[Sequence[float]]) -> float:  # noqa: ARG002
         return 0.0
 
 
-class Private40(Fedge):
+class Private40(Ablated):
     """40 steps of the private model, whatever validation says."""
 
     def fit(self, state: FedgeState, device: Device, *, local: bool) -> FitCandidates:
         return ablated(FitAblatedCandidates, super().fit(state, device, local=local), private_steps=40)
 
 
-class PrivateFromStart(Fedge):
+class PrivateFromStart(Ablated):
     """The private model learns from the initial model."""
 
     def fit(self, state: FedgeState, device: Device, *, local: bool) -> FitCandidates:
         return ablated(FitAblatedCandidates, super().fit(state, device, local=local), private_start="initial")
 
 
-class ByStatistic(Fedge):
+class ByStatistic(Ablated):
     """Experts where t > 1, however separable the clusters are."""
 
     def splits(self, statistic: float | None, separability: float, n_devices: int) -> bool:  # noqa: ARG002

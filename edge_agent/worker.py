@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
 
 from edge_agent.device import (
     PERSONAL,
@@ -24,8 +26,8 @@ from edge_agent.device import (
     overlay,
     secret,
 )
-from fedge.errors import DamagedError, FedgeError, StoreError
-from fedge.messages import Order, Why
+from fedge.errors import DamagedError, FedgeError, ProtocolError, StoreError
+from fedge.messages import MAX_BODY_BYTES, Order, Why, blobs_of
 from fedge.step import (
     Action,
     Declined,
@@ -33,6 +35,7 @@ from fedge.step import (
     Refusal,
     Result,
     Steps,
+    body_of,
     device_half,
     installed_steps,
     read_action,
@@ -165,7 +168,7 @@ class Worker:
         if (refusal := self.refusal(asked)) is not None:
             return Finished(refusal)
         with self._seeded(asked, order.seed):
-            result = self.guarded(lambda: device_half(type(asked)).run(device, asked))
+            result = self.guarded(lambda: sendable(device_half(type(asked)).run(device, asked), device, asked))
         return Finished(result, device.blobs, device.unpacked, device.untimed_s)
 
     def refusal(self, action: Action) -> Declined | None:
@@ -217,3 +220,36 @@ class Worker:
 
         kept = decoded(data, Kept)
         return overlay(self.steps, kept.step, model, from_bytes(kept.tensors), self.network.layout)
+
+
+def sendable(result: Any, device: Device, action: Action) -> Result:
+    """The result of a step as the coordinator will read it.
+
+    Raises:
+        FailedError: no report holds it, or it names tensors that were never sent.
+        ProtocolError: it holds a number that is not finite.
+    """
+    if isinstance(result, Refusal):
+        return result
+    step, kind = action.STEP, action.RESULT.__name__
+    if not isinstance(result, action.RESULT):
+        raise FailedError(f"step {step} returned {type(result).__name__} instead of {kind}")
+    try:
+        body = body_of(result)
+        msgspec.msgpack.decode(body, type=action.RESULT)
+    except (TypeError, OverflowError, msgspec.ValidationError) as error:
+        raise FailedError(f"step {step} returned a {kind} that no report holds: {error}") from error
+    except ValueError as error:
+        raise ProtocolError("not-finite", f"step {step}: {error}") from error
+    if len(body) > MAX_BODY_BYTES:
+        raise FailedError(
+            f"step {step} returned a {kind} of {len(body)} bytes, and a report holds {MAX_BODY_BYTES}: send large "
+            "parts with device.send"
+        )
+    sent = device.blobs.keys() | device.unpacked.keys()
+    if missing := [ref.digest for ref in blobs_of(result) if ref.digest not in sent]:
+        raise FailedError(
+            f"step {step} returned a {kind} with tensors that it never sent ({missing[0][:8]}): take the "
+            "reference that device.send or send_update returns"
+        )
+    return result

@@ -24,6 +24,8 @@ from fedge.text import Worded
 
 MAX_MESSAGE_BYTES: Final = 60 * 1024
 """No message (chunks of tensors are not messages) is larger: it fits a 64 KiB packet with its topic."""
+MAX_BODY_BYTES: Final = MAX_MESSAGE_BYTES - 8 * 1024
+"""An action or a result is no larger, so that its order or report has room for names, references and times."""
 MAX_ROOTS: Final = 12
 """Roots in one announcement, about 2 KB each: a device that missed more of them needs one by hand."""
 

@@ -14,14 +14,18 @@ installed (`known_steps`); the network can only name them. Contracts are in `fed
 from __future__ import annotations
 
 import importlib
+import re
+import sys
 from collections.abc import Collection, Iterable, Mapping
 from functools import cache
 from importlib.metadata import entry_points
-from typing import Any, ClassVar, Final, Self, TypeVar
+from importlib.util import find_spec
+from typing import Any, ClassVar, Final, Self, TypeVar, get_args, get_type_hints
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
+from fedge.config import NAME
 from fedge.errors import MALFORMED, ConfigError, ProtocolError
 from fedge.loading import load_object
 from fedge.messages import BlobRef, Order, Outcome, Report, Why, all_finite, blobs_of
@@ -196,20 +200,91 @@ def known_steps(paths: Iterable[str] = ()) -> Steps:
     """The steps of this device: the installed ones, and those its owner names as `package.module:Class`.
 
     Raises:
-        ConfigError: a path names no step.
+        ConfigError: a path names no step, or one that no device could carry out.
     """
     known = dict(installed_steps())
     for path in paths:
         own = load_object(path)
-        if not (isinstance(own, type) and issubclass(own, Action) and hasattr(own, "STEP")):
-            raise ConfigError(f"{path} is not a step: it must be a subclass of fedge.step.Action, with a STEP")
+        if not (isinstance(own, type) and issubclass(own, Action)):
+            raise ConfigError(f"{path} is not a step: it must be a subclass of fedge.step.Action")
+        require_step(own)
         known[own.STEP] = own
     return known
 
 
+@cache
+def require_step(kind: type[Action]) -> None:
+    """Refuse a step that devices could not carry out, or whose results could not be taken.
+
+    Raises:
+        ConfigError: the text says what to write.
+    """
+    name = kind.__name__
+    if not re.fullmatch(NAME, str(vars(kind).get("STEP", ""))):
+        inherited = getattr(kind, "STEP", None)
+        instead = f", or devices carry out {inherited!r} instead" if inherited else ""
+        raise ConfigError(f'{name} needs a name of its own on the wire: write STEP: ClassVar = "..."{instead}')
+    result = getattr(kind, "RESULT", None)
+    if not (isinstance(result, type) and issubclass(result, Result)):
+        raise ConfigError(f"step {kind.STEP} has no RESULT: name the subclass of fedge.step.Result that answers it")
+    for own in (kind, result):
+        if not own.__struct_config__.frozen:
+            raise ConfigError(f"{own.__name__} of step {kind.STEP} can be changed: write frozen=True")
+    if missing := [field for field in result.__struct_fields__ if field not in result.REVEALS]:
+        raise ConfigError(
+            f"{result.__name__}.REVEALS does not say what {', '.join(missing)} of step {kind.STEP} lets out of a "
+            "device, so owners withhold it: name each field there, with a kind of fedge.step.Reveals"
+        )
+    if kind.uploads is Action.uploads and (files := [f for f, hint in get_type_hints(result).items() if _names(hint)]):
+        raise ConfigError(
+            f"{', '.join(files)} of {result.__name__} refers to tensors that the coordinator would never fetch: let "
+            f"{name}.uploads return each reference with the layout of its tensors"
+        )
+    _require_device_half(kind)
+
+
+def _names(hint: object) -> bool:
+    """Whether values of a type may refer to tensors."""
+    return hint is BlobRef or any(_names(each) for each in get_args(hint))
+
+
+def _require_device_half(kind: type[Action]) -> None:
+    """Refuse a step without a device half, as far as this machine can tell: it may be on devices alone."""
+    at = device_module(kind)
+    if at in sys.modules:
+        there = hasattr(sys.modules[at], "run")
+    elif at.startswith("edge_agent.") and find_spec("edge_agent") is not None:
+        there = find_spec(at) is not None
+    else:
+        return
+    if not there:
+        raise ConfigError(
+            f"step {kind.STEP} has no device half: {at} needs a function run(device, action); if it is in another "
+            f"module, write DEVICE: ClassVar = the module's name into {kind.__name__}"
+        )
+
+
+def device_module(action: type[Action]) -> str:
+    """Name of the module that carries out a step."""
+    return action.DEVICE or f"edge_agent.steps.{action.STEP}"
+
+
 def device_half(action: type[Action]) -> Any:
-    """The module that carries out a step."""
-    return importlib.import_module(action.DEVICE or f"edge_agent.steps.{action.STEP}")
+    """The module that carries out a step.
+
+    Raises:
+        ConfigError: there is none, or it lacks `run`.
+    """
+    name = device_module(action)
+    try:
+        half = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not name.startswith(error.name):
+            raise
+        raise ConfigError(f"step {action.STEP} has no device half: there is no module {name}") from error
+    if not hasattr(half, "run"):
+        raise ConfigError(f"step {action.STEP} has no device half: {name} needs a function run(device, action)")
+    return half
 
 
 # ------------------------------------------------------------------------------------------------------ on the wire

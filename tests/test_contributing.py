@@ -7,7 +7,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from coordinator.methods import MethodSettings, make
+from coordinator.protection import Protection
+from coordinator.rehearsal import proven
 from coordinator.simulation.cli import simulate
+from fedge.errors import ConfigError
+from fedge.sgd import Sgd
+from tests.support.simulation import digits
 
 TEXT = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text()
 
@@ -30,3 +36,14 @@ def test_the_method_learns_and_ends_in_bundles(package: str, tmp_path: Path) -> 
     run = json.loads((out / "figures.json").read_text())
     assert run["accuracy"] > 0.5
     assert run["bundles"] == 4
+
+
+async def test_it_trains_a_cohort_and_keeps_its_promises(package: str, tmp_path: Path) -> None:
+    fleet, layout, first, _ = digits(tmp_path, n=8, limit=240)
+    method = make(package, MethodSettings(participation=0.25, min_reports=3, sgd=Sgd(steps=1)))
+    fleet.round = 1
+    state = await proven(method, method.init(layout, first), fleet)
+    assert len(fleet.asked) == 2, "a quarter of 8"
+    assert state.model == first, "2 updates are too few"
+    with pytest.raises(ConfigError, match="fedmedian does not heed --average"):
+        make(package, MethodSettings(protection=Protection(average="mean")))

@@ -66,6 +66,7 @@ class Variant(ScmoePfl):
 
     PARAMETERS: ClassVar[dict[str, Any]] = {}
     ORDER: ClassVar[dict[str, Any]] = {}
+    steps = (FitAblatedMixture,)
 
     def parameters(self) -> Parameters:
         return msgspec.structs.replace(super().parameters(), **self.PARAMETERS)

@@ -30,6 +30,7 @@ from coordinator.methods import Method, round_done
 from coordinator.methods.averaging import average
 from coordinator.methods.cohort import NO_CLUSTERS, SELECTIONS, train_cohort
 from coordinator.methods.fedavg import FedAvgState
+from coordinator.promises import SHARED
 from fedge.messages import BlobRef
 from fedge.step import Declined, Result, Reveals
 from fedge.steps.train import Start, Train, Trained
@@ -91,6 +92,7 @@ class FedPac(Method[PacState]):
     """The server half."""
 
     name = "fedpac"
+    HEEDS = SHARED
     steps = (TrainPac,)
     Options: ClassVar[type[Struct]] = PacOptions
     SELECTIONS = SELECTIONS

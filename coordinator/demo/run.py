@@ -369,7 +369,7 @@ class Alone(Local):
         super().__init__(msgspec.structs.replace(settings, protection=DEFAULT.protection))  # nothing is sent
         self._trained = trained
 
-    async def round(self, state: ModelState, fleet: Fleet) -> ModelState:
+    async def advance(self, state: ModelState, fleet: Fleet) -> ModelState:
         """All devices, once, before any round."""
         assert isinstance(fleet, SimulatedFleet)
         fleet.round, sgd = 0, self.settings.sgd

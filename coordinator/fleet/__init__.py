@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from coordinator.fleet.versions import Descent, leading_to
 from fedge.codec import Norms
 from fedge.errors import ConfigError, ProtocolError
-from fedge.messages import BlobRef, Codec, Context, Difference, Order, Report, Why, blobs_of
+from fedge.messages import MAX_BODY_BYTES, BlobRef, Codec, Context, Difference, Order, Report, Why, blobs_of
 from fedge.step import Action, Declined, Refusal, Result, Unsupported, body_of, read_result, require
 from fedge.task import TaskSpec
 from fedge.tensors import Layout, Model, Tensors, views_of
@@ -179,11 +179,17 @@ def require_sendable(actions: Iterable[Action]) -> None:
     """
     for action in {id(action): action for action in actions}.values():  # usually one action shared by all
         try:
-            msgspec.msgpack.decode(body_of(action), type=type(action))
-        except (msgspec.ValidationError, OverflowError, ValueError) as error:
+            body = body_of(action)
+            msgspec.msgpack.decode(body, type=type(action))
+        except (TypeError, msgspec.ValidationError, OverflowError, ValueError) as error:
             raise ConfigError(
                 f"no order can hold this: {error}; change the option of the method that sets it"
             ) from error
+        if len(body) > MAX_BODY_BYTES:
+            raise ConfigError(
+                f"{type(action).__name__} of {len(body)} bytes fits into no order, which holds {MAX_BODY_BYTES}: put "
+                "large parts into a file (fleet.put_bytes), and name that"
+            )
 
 
 class Fleet:

@@ -518,10 +518,22 @@ class MqttFleet(Intake, Fleet):
             ],
             streamed=streamed,
         )
+        if self._goes_on:
+            self._compare(label, entries, actions)
         self._observe("asked", {"label": label, "devices": len(entries)})
         self._actions |= {entry.order.id: actions[device] for device, entry in entries.items()}
         await self._follow(entries.values(), allowed_s)
         return entries
+
+    def _compare(self, label: str, entries: Mapping[str, Entry], actions: Mapping[str, Action]) -> None:
+        """Warn of orders from before a restart that ask for something else: with other settings, or by another method.
+
+        Their devices answer what they were asked first.
+        """
+        others = [i for i, entry in entries.items() if read_action(entry.order, self._steps) != actions[i]]
+        if others:
+            text = "the round began with other settings, or the method does not repeat its orders (fedge check)"
+            log.warning("event=asked_otherwise label=%s devices=%s reason=%r", label, ",".join(sorted(others)), text)
 
     def _allowed_s(self, actions: Mapping[str, Action]) -> dict[str, float]:
         works = {i: self._work(i, action) for i, action in actions.items()}

@@ -28,9 +28,10 @@ from coordinator.fleet.accounted import AccountedFleet
 from coordinator.fleet.masked import MaskedFleet, Weights
 from coordinator.fleet.problems import Problem, reasons_of, told
 from coordinator.fleet.versions import Descent, leading_to
+from coordinator.promises import Shared, Watched, require_heeded, require_method, require_next
 from coordinator.protection import Guard, Protection, without_noise
 from coordinator.protection import check as check_protection
-from coordinator.selection import Selection
+from coordinator.selection import Selection, cohort_size, uniform
 from fedge.errors import ConfigError, FruitlessError, failing_as
 from fedge.loading import FINE_TUNED, load_object
 from fedge.masking import Sums
@@ -69,6 +70,14 @@ class MethodSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     protection: Protection = Protection()
     fine_tune: bool = False  # "+ft": every device fine-tunes its model before installing it
     options: dict[str, Option] = {}  # the method's own, by the names of its `Options`
+
+    def shared(self) -> dict[Shared, tuple[object, object]]:
+        """The settings that a method may not heed, each with its default."""
+        return {
+            "participation": (self.participation, DEFAULT.participation),
+            "min_reports": (self.min_reports, DEFAULT.min_reports),
+            "average": (self.protection.average, DEFAULT.protection.average),
+        }
 
 
 DEFAULT: Final = MethodSettings()
@@ -190,6 +199,8 @@ class Method(Generic[S]):
     """Why "+ft" is refused; empty: it is not."""
     steps: ClassVar[tuple[type[Action], ...]] = ()
     """Its own steps, which no entry point names."""
+    HEEDS: ClassVar[frozenset[Shared]] = frozenset()
+    """Which of these settings it heeds; the others are refused. A method says so once it does (`promises.HOW`)."""
     SERVER_DATA: ClassVar[frozenset[str]] = frozenset()
     """Options, as NAME=VALUE, with which it learns from the server's labelled samples; "": it always does."""
     REVEALS: ClassVar[frozenset[Reveals]] = frozenset()
@@ -209,6 +220,7 @@ class Method(Generic[S]):
             raise ConfigError(f"{self.NO_FINE_TUNING}: leave out +ft")
         unmasked: dict[Guard, str] = {} if self.SUMS else {"masking": "its server needs more of updates than their sum"}
         check_protection(settings.protection, {**unmasked, **self.UNPROTECTED}, self.name, settings.codec)
+        require_heeded(self.name, self.HEEDS, settings.shared())
         if settings.protection.dp and (why := UNACCOUNTED.get(self.selection or "")):
             raise ConfigError(f"selection={self.selection} and dp do not combine: {why}")
         self.set_up()
@@ -239,6 +251,12 @@ class Method(Generic[S]):
     async def round(self, state: S, fleet: Fleet) -> S:
         """Train: do round `state.round + 1`."""
         raise NotImplementedError
+
+    def cohort(self, state: S, fleet: Fleet) -> list[str]:
+        """The devices that train in the next round, drawn by lot, as many as `--participation` says; ascending ids."""
+        ids = [device.id for device in fleet.devices()]
+        n = cohort_size(len(ids), self.settings.participation)
+        return uniform(ids, n, round_rng(self.settings, state.round + 1))
 
     def serves(self, state: S, device_id: str) -> BlobRef:  # noqa: ARG002 - all the same
         """The shared model that the device would get now, without what it keeps itself."""
@@ -272,9 +290,14 @@ class Method(Generic[S]):
         return self.init(layout, model)
 
     async def advance(self, state: S, fleet: Fleet) -> S:
-        """Do the next round, and record how devices derive the models of the new state."""
+        """Do the next round, and record how devices derive the models of the new state.
+
+        Raises:
+            ConfigError: the method breaks a promise (`coordinator.promises`).
+        """
         fleet.descents = dict(state.descents) if self.settings.down == "int8" else None
-        state = await self._advance(state, fleet)
+        before, state = state, await self._advance(state, Watched(fleet, self.name, self.steps, state.layout))
+        require_next(self.name, before, state)
         models = blobs_of(msgspec.structs.replace(state, descents={}))
         return msgspec.structs.replace(state, descents=leading_to(models, fleet.descents or {}))
 
@@ -352,6 +375,7 @@ def method_class(name: str) -> type[Method[Any]]:
         raise ConfigError(f"{base} is no method: it must be a subclass of coordinator.methods.Method")
     if kind.round is Method.round:
         raise ConfigError(f"{base} lacks round, which every method needs")
+    require_method(base, kind, State)
     return kind
 
 
@@ -593,17 +617,41 @@ def mean_loss(updates: Collection[Trained]) -> float | None:
 
 
 def dump(state: State) -> bytes:
-    """A state as bytes: equal states give equal bytes."""
+    """A state as bytes: equal states give equal bytes.
+
+    Raises:
+        ConfigError: it holds what cannot be stored; the text names the field.
+    """
+    try:
+        return _dumped(state)
+    except (TypeError, ValueError, OverflowError, NotImplementedError) as error:
+        raise ConfigError(
+            f"the state of the method cannot be stored: {_culprit(state)} ({error}); numbers, texts, tuples, "
+            "dictionaries, numpy arrays, references and frozen structs of these can"
+        ) from error
+
+
+def _dumped(value: object) -> bytes:
     arrays: dict[str, NDArray[np.generic]] = {}
 
     def hold(value: object) -> object:
         if isinstance(value, np.ndarray):
             arrays[str(len(arrays))] = value
             return str(len(arrays) - 1)
-        raise NotImplementedError(type(value))
+        raise NotImplementedError(f"{type(value).__module__}.{type(value).__qualname__}")
 
-    plain = msgspec.msgpack.encode(state, enc_hook=hold, order="deterministic")
+    plain = msgspec.msgpack.encode(value, enc_hook=hold, order="deterministic")
     return msgspec.msgpack.encode((plain, to_bytes(arrays) if arrays else b""))
+
+
+def _culprit(state: State) -> str:
+    """The field of a state that cannot be stored."""
+    for field in state.__struct_fields__:
+        try:
+            _dumped(getattr(state, field))
+        except (TypeError, ValueError, OverflowError, NotImplementedError):
+            return f"field {field}"
+    return "a field"
 
 
 def load(data: bytes, kind: type[S]) -> S:

@@ -28,6 +28,7 @@ from coordinator.methods.averaging import averages
 from coordinator.methods.cohort import bandit_of
 from coordinator.methods.grouping import Choices, Description
 from coordinator.methods.unresponsive import AskingState, ask, awake
+from coordinator.promises import SHARED
 from coordinator.protection import without_noise
 from coordinator.selection import ccmab, choose, cohort_size, stratified, uniform
 from fedge.messages import BlobRef
@@ -84,6 +85,7 @@ class Cfic(Method[CficState]):
     """Algorithm 1; after the last round the global model is installed on every device."""
 
     name = "cfic"
+    HEEDS = SHARED
     Options: ClassVar[type[Struct]] = Options
     State = CficState
     SELECTIONS = ("stratified", "ccmab", "uniform", "fastest")

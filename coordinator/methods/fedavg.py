@@ -14,6 +14,7 @@ from coordinator.methods import Method, round_done
 from coordinator.methods.averaging import average
 from coordinator.methods.cohort import NO_CLUSTERS, SELECTIONS, ChoosingState, train_cohort
 from coordinator.methods.server_optimizer import ServerModel, stepped
+from coordinator.promises import SHARED
 from fedge.messages import BlobRef
 from fedge.sgd import Sgd
 from fedge.steps.train import Start, Train
@@ -34,6 +35,7 @@ class FedAvg(Method[FedAvgState]):
     """McMahan et al., Algorithm 1; after the last round the global model is installed on every device."""
 
     name = "fedavg"
+    HEEDS = SHARED
     SELECTIONS = SELECTIONS
     REFUSED = NO_CLUSTERS
     SUMS = "samples"

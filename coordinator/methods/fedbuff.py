@@ -22,6 +22,7 @@ from coordinator.methods.asynchronous import ONE_BY_ONE, Buffer, buffered
 from coordinator.methods.averaging import average
 from coordinator.methods.cohort import NO_CLUSTERS
 from coordinator.methods.server_optimizer import apply_mean
+from coordinator.promises import SHARED
 from fedge.messages import BlobRef
 from fedge.steps.train import Start, Train
 
@@ -43,6 +44,7 @@ class FedBuff(Method[FedBuffState]):
     """Algorithm 1; `--participation`: the share of the devices that work at a time (the paper's concurrency)."""
 
     name = "fedbuff"
+    HEEDS = SHARED
     Options: ClassVar[type[Struct]] = FedBuffOptions
     State = FedBuffState
     REFUSED = {

@@ -22,6 +22,7 @@ from coordinator.fleet import Fleet
 from coordinator.methods import Method, insist, install, next_release, results, round_done, round_rng
 from coordinator.methods.averaging import lengths
 from coordinator.methods.cohort import NO_CLUSTERS, SELECTIONS, ChoosingState, train_cohort
+from coordinator.promises import SHARED
 from coordinator.protection import without_noise
 from coordinator.server_data import ServerData, Trunk
 from export.gate import gate_onnx
@@ -106,6 +107,7 @@ class FedCoE(Method[FedCoEState]):
     """arXiv 2605.21264; at the end clients install their own models, all other devices an assembled one."""
 
     name = "fedcoe"
+    HEEDS = SHARED
     Options: ClassVar[type[Struct]] = Options
     SELECTIONS = SELECTIONS
     NO_RELAYS = {"": "its server asks each device's model"}

@@ -40,6 +40,7 @@ from coordinator.methods.cohort import bandit_of
 from coordinator.methods.grouping import Choices, Description
 from coordinator.methods.server_optimizer import apply_mean
 from coordinator.methods.unresponsive import AskingState, ask, awake
+from coordinator.promises import SHARED
 from coordinator.protection import without_noise
 from coordinator.selection import ccmab, choose, cohort_size, uniform
 from fedge.errors import ConfigError, failing_as
@@ -125,6 +126,7 @@ class FedEpc(Method[FedEpcState]):
     """Tang et al.; after the last round every device installs its cluster's model."""
 
     name = "fedepc"
+    HEEDS = SHARED
     Options: ClassVar[type[Struct]] = Options
     SELECTIONS = ("ccmab", "uniform", "fastest", "stratified")
     UNPROTECTED = {"dp": without_noise((Profile, "profile"), (Train, "loss_before"))}

@@ -44,6 +44,7 @@ from coordinator.methods.cohort import bandit_of
 from coordinator.methods.grouping import ONE_GROUP, Choices, Description
 from coordinator.methods.server_optimizer import ServerModel, stepped
 from coordinator.methods.unresponsive import AskingState, ask, awake
+from coordinator.promises import SHARED
 from coordinator.protection import without_noise
 from coordinator.selection import ccmab, choose, cohort_size, uniform
 from fedge.calibration import BETAS, grid
@@ -163,6 +164,7 @@ class Fedge(Method[FedgeState]):
     """The default method; `round` follows the table in section 1."""
 
     name = "fedge"
+    HEEDS = SHARED
     Options: ClassVar[type[Struct]] = Options
     SELECTIONS = ("ccmab", "uniform", "fastest", "stratified")
     UNPROTECTED = {

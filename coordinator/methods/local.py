@@ -12,6 +12,7 @@ import msgspec
 
 from coordinator.fleet import Fleet
 from coordinator.methods import Method, ModelState, insist, results, steps_alone
+from coordinator.promises import SHARED
 from fedge.messages import BlobRef
 from fedge.sgd import Sgd
 from fedge.steps.install import FineTune, Install, Installed
@@ -21,6 +22,7 @@ class Local(Method[ModelState]):
     """One round: each device trains the common initial model, and installs what it has learned."""
 
     name = "local"
+    HEEDS = SHARED
     REFUSED = {
         "clustering": "every device learns alone",
         "selection": "every device learns alone, once, and none is left out",

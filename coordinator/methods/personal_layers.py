@@ -14,6 +14,7 @@ from coordinator.fleet import Fleet
 from coordinator.methods import Method, install
 from coordinator.methods.cohort import NO_CLUSTERS, SELECTIONS
 from coordinator.methods.fedavg import FedAvgState, train
+from coordinator.promises import SHARED
 from fedge.messages import BlobRef
 from fedge.steps.train import Start, Train
 from fedge.tensors import HEAD, Layout, Selector, overlaid, unflatten
@@ -38,6 +39,7 @@ class PersonalLayers(Method[P], Generic[P]):
     """
 
     SELECTIONS = SELECTIONS
+    HEEDS = SHARED
     REFUSED = NO_CLUSTERS
     State: ClassVar[type[Any]] = PersonalState
     personal: ClassVar[Selector] = ()

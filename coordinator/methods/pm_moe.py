@@ -17,6 +17,7 @@ from coordinator.fleet import Fleet
 from coordinator.methods import Method, State, insist, install, make, results, round_rng
 from coordinator.methods.cohort import NO_CLUSTERS, SELECTIONS
 from coordinator.methods.personal_layers import PersonalLayers, PersonalState
+from coordinator.promises import SHARED
 from coordinator.protection import without_noise
 from fedge.bundle import MAX_POOL
 from fedge.errors import ConfigError
@@ -51,6 +52,7 @@ class PmMoe(Method[PersonalState]):
     """Stage 1: the base's rounds. Stage 2, once: collect the pool, send it out, a gate on every device."""
 
     name = "pm-moe"
+    HEEDS = SHARED
     Options: ClassVar[type[Struct]] = Options
     SELECTIONS = SELECTIONS
     UNPROTECTED = {"dp": without_noise((SharePrivate, "module"))}

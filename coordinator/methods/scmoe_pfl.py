@@ -27,6 +27,7 @@ from coordinator.methods import Method, insist, results, round_done, round_rng
 from coordinator.methods.averaging import averages
 from coordinator.methods.cohort import SELECTIONS, ChoosingState, train_cohort
 from coordinator.methods.grouping import offered
+from coordinator.promises import SHARED
 from coordinator.protection import without_noise
 from fedge.messages import BlobRef
 from fedge.steps.describe_labels import DescribeLabels, LabelsDescribed
@@ -135,6 +136,7 @@ class ScmoePfl(Method[ScmoeState]):
     """SCMoE-PFL; section 12 is its pseudocode."""
 
     name = "scmoe-pfl"
+    HEEDS = SHARED
     Options: ClassVar[type[Struct]] = Options
     SELECTIONS = SELECTIONS
     UNPROTECTED = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,7 +18,7 @@ import pytest
 from edge_agent.device import Device, FailedError
 from edge_agent.worker import Finished, Worker
 from fedge.errors import ConfigError, ProtocolError, StoreError
-from fedge.messages import Why
+from fedge.messages import BlobRef, Why
 from fedge.step import Action, Declined, Failed, Result, Reveals, Unsupported, installed_steps
 from fedge.steps.mean_features import FeaturesMeasured, MeanFeatures
 from fedge.steps.route import Route
@@ -121,6 +122,56 @@ def test_whatever_a_step_raises_is_a_failure(
     half.run = raising(error)
     assert done(tmp_path, CountSamples(), knowing(tmp_path)).result == Failed(why=why, reason=reason)
     assert ("event=work_failed device=d" in caplog.text) == isinstance(error, KeyError)
+
+
+class Measured(Counted, frozen=True, kw_only=True):
+    REVEALS: ClassVar = {**Counted.REVEALS, "file": Reveals.UPDATE}
+    file: BlobRef | None = None
+
+
+class Measure(CountSamples, frozen=True, kw_only=True):
+    STEP: ClassVar = "measure"
+    RESULT: ClassVar = Measured
+
+
+ELSEWHERE = BlobRef(digest="0" * 64, size_bytes=3)
+
+
+@pytest.mark.parametrize(
+    ("returned", "why", "says"),
+    [
+        (None, Why.UNFIT, "step measure returned NoneType instead of Measured"),
+        (Counted(n=3), Why.UNFIT, "step measure returned Counted instead of Measured"),
+        (Measured(n=np.int64(3)), Why.UNFIT, "returned a Measured that no report holds: .*numpy.int64"),
+        (Measured(n="three"), Why.UNFIT, "returned a Measured that no report holds: Expected `int`, got `str`"),
+        (Measured(n=3, drawn=np.nan), Why.NOT_FINITE, "holds a number that is not finite"),
+        (Measured(n=3, file=ELSEWHERE), Why.UNFIT, r"tensors that it never sent \(00000000\): take the reference that"),
+    ],
+)
+def test_a_result_that_the_coordinator_could_not_take_is_a_failure_with_its_reason(
+    tmp_path: Path, half: ModuleType, returned: object, why: Why, says: str
+) -> None:
+    half.run = lambda device, action: returned
+    own = worker(tmp_path)
+    result = own.execute(order(Measure()), Blobs(), action=Measure()).result
+    assert isinstance(result, Failed)
+    assert result.why is why
+    assert re.search(says, result.reason), result.reason
+
+
+def test_a_result_that_fits_into_no_report_is_a_failure(tmp_path: Path, half: ModuleType) -> None:
+    class Long(Counted, frozen=True, kw_only=True):
+        REVEALS: ClassVar = {**Counted.REVEALS, "text": Reveals.TEXT}
+        text: str
+
+    class Tell(CountSamples, frozen=True, kw_only=True):
+        STEP: ClassVar = "tell"
+        RESULT: ClassVar = Long
+
+    half.run = lambda device, action: Long(n=3, text="x" * 60_000)
+    result = worker(tmp_path).execute(order(Tell()), Blobs(), action=Tell()).result
+    assert isinstance(result, Failed)
+    assert "and a report holds 53248: send large parts with device.send" in result.reason
 
 
 @pytest.mark.parametrize("error", [StoreError("the disk is full"), StoppedError()])

@@ -60,9 +60,13 @@ class Unnamed(Action, frozen=True, kw_only=True):
     """Forgot its name."""
 
 
+class SingToo(Sing, frozen=True, kw_only=True):
+    """Inherited one."""
+
+
 @pytest.fixture
 def user(own_module: Callable[..., ModuleType]) -> ModuleType:
-    return own_module("steps_of_a_user", Sing=Sing, Unnamed=Unnamed, number=3)
+    return own_module("steps_of_a_user", Sing=Sing, SingToo=SingToo, Unnamed=Unnamed, number=3, run=None)
 
 
 # ------------------------------------------------------------------------------------------------------ the registry
@@ -104,10 +108,29 @@ def test_a_step_of_the_owners_is_known_by_its_path(user: ModuleType) -> None:
     assert read_action(order_of(Sing(verse=2)), known) == Sing(verse=2)
 
 
-@pytest.mark.parametrize("name", ["number", "Unnamed"])
-def test_a_path_that_is_no_step_is_refused(user: ModuleType, name: str) -> None:
-    with pytest.raises(ConfigError, match=f"steps_of_a_user:{name} is not a step: it must be a subclass of"):
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("number", "steps_of_a_user:number is not a step: it must be a subclass of"),
+        ("Unnamed", "Unnamed needs a name of its own on the wire"),
+        ("SingToo", "SingToo needs a name of its own on the wire.* or devices carry out 'sing' instead"),
+    ],
+)
+def test_a_path_that_is_no_step_is_refused(user: ModuleType, name: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
         known_steps([f"steps_of_a_user:{name}"])
+
+
+@pytest.mark.parametrize(
+    ("module", "says"), [("no_such_module", "there is no module no_such_module"), ("fedge.sgd", "needs a function run")]
+)
+def test_a_step_without_a_device_half_says_so(module: str, says: str) -> None:
+    class Lame(Sing, frozen=True, kw_only=True):
+        STEP: ClassVar = "lame"
+        DEVICE: ClassVar = module
+
+    with pytest.raises(ConfigError, match=f"step lame has no device half: .*{says}"):
+        device_half(Lame)
 
 
 @pytest.mark.parametrize("path", ["steps_of_a_user:Dance", "no_such_module:Sing", "Sing", "", "fedge.step:Result"])
