@@ -32,6 +32,7 @@ from fedge.background import Background
 from fedge.errors import ConfigError, ProtocolError, TransportError
 from fedge.files import BlobFolder, InUseError, locked
 from fedge.identity import Role, Subject
+from fedge.logs import Lines
 from fedge.messages import Ack, BlobRef, Order, Report, Status, Want, decode, encode
 from fedge.sealed import Plain, Signed, speaker
 from fedge.step import Action, Refusal, Unsupported, installed_steps, read_action
@@ -49,8 +50,6 @@ MAX_UNDER_WAY: Final = 16_384
 """Most reports under check and messages waiting for the broker. Further ones are dropped; their senders repeat them."""
 MAX_REPORTS: Final = 16
 """Reports of one device under way: an agent holds no more orders."""
-LINES_PER_MINUTE: Final = 60
-"""Most log lines of one kind a minute. Further ones are counted, and the next minute's first line gives the count."""
 LOOK_S: Final = 3.0
 """Pause between two checks of who belongs to the federation: a revoked device is refused from the next one on."""
 LOOK_AGAIN_S: Final = 0.02
@@ -69,24 +68,6 @@ QUIET_S: Final = 60.0
 
 Key = tuple[str, str]
 """Device and order."""
-
-
-class Lines:
-    """Limits log lines of each kind: a flood of messages must not fill the disk."""
-
-    def __init__(self) -> None:
-        self._minute = 0
-        self._counted: Counter[str] = Counter()
-
-    def untold(self, kind: str, now: float) -> int | None:
-        """Whether to write a line of this kind now (seconds): how many were suppressed the minute before; None: no."""
-        untold = 0
-        if int(now // 60) != self._minute:
-            self._minute = int(now // 60)
-            untold = sum(max(n - LINES_PER_MINUTE, 0) for n in self._counted.values())
-            self._counted.clear()
-        self._counted[kind] += 1
-        return untold if self._counted[kind] <= LINES_PER_MINUTE else None
 
 
 def signing(broker: BrokerSettings, federation: str, home: Path, role: Role) -> tuple[Plain | Signed, Watched | None]:

@@ -10,6 +10,7 @@ import json
 import logging
 import re
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Final, Literal
@@ -17,6 +18,9 @@ from typing import Final, Literal
 from fedge.text import printable
 
 Format = Literal["text", "json"]
+LINES_PER_MINUTE: Final = 60
+"""Most lines of one kind a minute (`Lines`). Further ones are counted, and the next minute's first line gives the
+count."""
 _NAME: Final = re.compile(r"(?:^|\s)(\w+)=")
 _PLACE: Final = re.compile(r"%[-#0 +]*\d*(?:\.\d+)?[a-zA-Z]")
 _bound: dict[str, object] = {}
@@ -45,6 +49,29 @@ def note(log: logging.Logger, event: str, fields: Mapping[str, object], level: i
     """Log an event whose names are known only at run time; they come from our own code."""
     template = "".join(f" {name}={'%r' if ' ' in str(value) else '%s'}" for name, value in fields.items())
     log.log(level, f"event=%s{template}", event, *fields.values())
+
+
+class Lines:
+    """Limits the lines of each kind that others can cause: a flood of messages must not fill the disk."""
+
+    def __init__(self) -> None:
+        self._minute = 0
+        self._counted: Counter[str] = Counter()
+
+    def untold(self, kind: str, now: float) -> int | None:
+        """Whether to write a line of this kind now (seconds): how many were suppressed the minute before; None: no."""
+        untold = 0
+        if int(now // 60) != self._minute:
+            self._minute = int(now // 60)
+            untold = sum(max(n - LINES_PER_MINUTE, 0) for n in self._counted.values())
+            self._counted.clear()
+        self._counted[kind] += 1
+        return untold if self._counted[kind] <= LINES_PER_MINUTE else None
+
+    def warning(self, log: logging.Logger, template: str, *args: object) -> None:
+        """Log a warning, whose kind is its template, or count it."""
+        if (untold := self.untold(template, time.monotonic())) is not None:
+            log.warning(f"{template} untold=%d" if untold else template, *args, *([untold] if untold else []))
 
 
 def fields_of(template: str) -> dict[str, str]:

@@ -19,11 +19,11 @@ import re
 import secrets
 import ssl
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Final, NoReturn, Self, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -37,7 +37,9 @@ from coordinator.ui.metrics import metrics
 from coordinator.watch import Watch, told
 from fedge.errors import ConfigError, StoreError, TransportError
 from fedge.files import write_atomically
+from fedge.logs import Lines
 from fedge.openmetrics import exposition
+from fedge.port import MAX_CONNECTIONS, Handler, Port
 
 log = logging.getLogger("fedge.ui")
 
@@ -62,7 +64,11 @@ HEARTBEAT_S: Final = 10.0
 LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
 MAX_BODY_BYTES: Final = 4096
 WRONG_S: Final = 1.0
-"""A wrong token is answered so late, one after the other."""
+"""A wrong token is answered so late."""
+MAX_WRONG: Final = 10
+"""Wrong tokens that wait for that at a time; more are refused at once, so that they hold no places."""
+DRAIN_S: Final = 1.0
+"""Time for pending requests when the page ends."""
 HEADERS: Final = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src data:; form-action 'none'; base-uri 'none'; frame-ancestors 'none'",
@@ -74,7 +80,6 @@ MAX_NEWS: Final = 1000
 """Events that a page is told of at once; of more, the last ones."""
 MAX_BEHIND: Final = 100
 """Looks with news that wait for a page; one that takes nothing for longer misses the next ones."""
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 T = TypeVar("T")
 News = list[tuple[int, bytes]]
 """Events by number, as lines of the stream; empty: of a rollout, or of times."""
@@ -134,7 +139,7 @@ class Page:
         home_assistant: str | None = None,
     ) -> None:
         self._home, self._opened = home, opened
-        self._host, self._port, self._tls = host, port, tls
+        self._host, self._port = host, Port(host, port, tls=tls, places=MAX_STREAMS + MAX_CONNECTIONS)
         self._token = token
         self._certificates = certificates
         self._home_assistant = home_assistant
@@ -144,13 +149,14 @@ class Page:
         self._reading_is_free = _is_local(host)
         self._sessions: dict[str, tuple[str, float]] = {}  # cookie -> secret against forged requests, expiry
         self._thread = ThreadPoolExecutor(1, "fedge-ui")
-        self._logins = asyncio.Lock()
-        self._streams: set[asyncio.Queue[News | None]] = set()
+        self._n_wrong = 0  # logins with a wrong token that wait for their answer
+        self._lines = Lines()
+        self._streams: dict[asyncio.Queue[News | None], bool] = {}  # whether it has logged in; the oldest first
         self._seen: bytes | None = None  # the state since the last look, if somebody has asked for it
         self._sent = 0  # number of the last event that streams were told of
         self._tasks: list[asyncio.Task[None]] = []
-        app = web.Application(middlewares=[self._guarded], client_max_size=MAX_BODY_BYTES)
-        app.add_routes(
+        self._app = web.Application(middlewares=[self._port.watched, self._guarded], client_max_size=MAX_BODY_BYTES)
+        self._app.add_routes(
             [
                 *(web.get(f"/{name}", self._file) for name in FILES),
                 web.get("/metrics", self._metrics),
@@ -165,7 +171,6 @@ class Page:
                 web.post("/api/actions/{name}", self._act),
             ]
         )
-        self._runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0)
 
     async def __aenter__(self) -> Self:
         """Listen.
@@ -174,17 +179,13 @@ class Page:
             TransportError: the port is taken, or the host is not an address of this machine.
         """
         await self._read(self._open)
-        await self._runner.setup()
         try:
-            site = web.TCPSite(self._runner, self._host, self._port, ssl_context=self._tls)
-            await site.start()
-        except OSError as error:
-            await self._runner.cleanup()
+            await self._port.open(self._app, drain_s=DRAIN_S)
+        except TransportError:
             await self._read(self._store.close)
             self._thread.shutdown()
-            raise TransportError(f"cannot listen on {self._host}:{self._port}: {error}") from error
-        self._port = self._runner.addresses[0][1]
-        if self._tls is None and not self._reading_is_free:
+            raise
+        if self._port.tls is None and not self._reading_is_free:
             reason = "the token goes over the network in clear: give a certificate (http_cert_file)"
             log.warning("event=page_in_clear url=%s reason=%r", self.url, reason)
         self._tasks = [asyncio.create_task(self._look())]
@@ -200,7 +201,7 @@ class Page:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for queue in self._streams:
             queue.put_nowait(None)
-        await self._runner.cleanup()
+        await self._port.close()
         await self._read(self._store.close)
         self._thread.shutdown()
 
@@ -208,7 +209,7 @@ class Page:
     def url(self) -> str:
         """The URL of the page."""
         host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"{'http' if self._tls is None else 'https'}://{host}:{self._port}/"
+        return f"{'http' if self._port.tls is None else 'https'}://{host}:{self._port.number}/"
 
     def _open(self) -> None:
         self._store = self._opened()
@@ -233,6 +234,11 @@ class Page:
             answer = await handler(request)
         except web.HTTPException as error:
             answer = web.json_response({"error": error.text or error.reason}, status=error.status)
+        except web.RequestPayloadError as error:
+            answer = web.json_response(
+                {"error": f"the body cannot be read: {' '.join(str(error).split())}"}, status=400
+            )
+            answer.force_close()
         except (ConfigError, StoreError, msgspec.MsgspecError) as error:
             answer = web.json_response({"error": str(error)}, status=400)
         if not answer.prepared:
@@ -266,11 +272,8 @@ class Page:
 
     async def _login(self, request: web.Request) -> web.Response:
         given = msgspec.json.decode(await request.read(), type=Token)
-        async with self._logins:
-            if not _is(given.token, self._token):
-                await asyncio.sleep(WRONG_S)
-                log.warning("event=login_refused address=%s", request.remote)
-                raise web.HTTPForbidden(text="this is not the token")
+        if not _is(given.token, self._token):
+            await self._refuse_login(request)
         now = time.monotonic()
         self._sessions = {k: v for k, v in self._sessions.items() if v[1] > now}
         if len(self._sessions) >= MAX_SESSIONS:
@@ -279,9 +282,21 @@ class Page:
         self._sessions[cookie] = (secrets.token_urlsafe(32), now + SESSION_S)
         answer = web.json_response({})
         answer.set_cookie(
-            COOKIE, cookie, httponly=True, samesite="Strict", secure=self._tls is not None, max_age=int(SESSION_S)
+            COOKIE, cookie, httponly=True, samesite="Strict", secure=self._port.tls is not None, max_age=int(SESSION_S)
         )
         return answer
+
+    async def _refuse_login(self, request: web.Request) -> NoReturn:
+        """Late, but whoever has the token waits for nobody."""
+        self._lines.warning(log, "event=login_refused address=%s", request.remote)
+        if self._n_wrong >= MAX_WRONG:
+            raise web.HTTPTooManyRequests(text="too many wrong tokens come in; try again in a second")
+        self._n_wrong += 1
+        try:
+            await asyncio.sleep(WRONG_S)
+        finally:
+            self._n_wrong -= 1
+        raise web.HTTPForbidden(text="this is not the token")
 
     # ---------------------------------------------------------------------------------------------------- what there is
 
@@ -345,16 +360,17 @@ class Page:
 
     async def _stream(self, request: web.Request) -> web.StreamResponse:
         """Stream events as they occur."""
+        known = self._login_of(request) is not None or self._bearer(request)
         if len(self._streams) >= MAX_STREAMS:
-            raise web.HTTPServiceUnavailable(text="too many pages are open")
+            self._end_a_stream(known=known)
         last = request.headers.get("Last-Event-ID", "")
-        known = last.isdecimal() and len(last) < 19
-        after = int(last) if known else _number(request, "after", 0, 1 << 62)
+        follows = last.isdecimal() and len(last) < 19
+        after = int(last) if follows else _number(request, "after", 0, 1 << 62)
         answer = web.StreamResponse(headers=HEADERS | {"Content-Type": "text/event-stream"})
-        await answer.prepare(request)
         queue: asyncio.Queue[News | None] = asyncio.Queue()
-        self._streams.add(queue)
+        self._streams[queue] = known
         try:
+            await answer.prepare(request)
             if missed := await self._read(lambda: _lines(self._store.events(after=after, last=MAX_NEWS))):
                 await answer.write(b"".join(line for _, line in missed))
                 after, _ = missed[-1]
@@ -372,7 +388,19 @@ class Page:
         except ConnectionError:
             return answer
         finally:
-            self._streams.discard(queue)
+            self._streams.pop(queue, None)
+
+    def _end_a_stream(self, *, known: bool) -> None:
+        """Make room: the oldest stream of somebody who has not logged in ends, for one who has.
+
+        Raises:
+            web.HTTPServiceUnavailable: nobody makes way.
+        """
+        oldest = next((queue for queue, theirs in self._streams.items() if known and not theirs), None)
+        if oldest is None:
+            raise web.HTTPServiceUnavailable(text="too many pages are open; who logs in has a place before who has not")
+        del self._streams[oldest]
+        oldest.put_nowait(None)
 
     # ------------------------------------------------------------------------------------------------------- actions
 

@@ -19,10 +19,11 @@ import aiohttp
 from deploy.answering import Answering
 from deploy.examination import Limits
 from deploy.runtime import load
-from deploy.server import HEADER_LENGTH, HEALTH, MAX_CONNECTIONS, SILENT_S, Server, _Phase
+from deploy.server import HEADER_LENGTH, HEALTH, Server
 from deploy.serving import Fixed
 from deploy.slots import Slots
 from fedge.errors import TransportError
+from fedge.port import MAX_CONNECTIONS, SILENT_S, _Phase
 
 from .bundles import GOLDEN, digest, other_gate, source, variant
 from .serving import binary, body, golden, served
@@ -395,7 +396,7 @@ def limits(monkeypatch):
 
     def shortened(**limits_s):
         for name, limit_s in limits_s.items():
-            monkeypatch.setattr(f"deploy.server.{name}", limit_s)
+            monkeypatch.setattr(f"{'deploy.server' if name == 'BODY_TIMEOUT_S' else 'fedge.port'}.{name}", limit_s)
 
     return shortened
 
@@ -461,20 +462,20 @@ SLOW = f"POST {INFER} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{{".enco
 
 
 async def bodies_come(server, n):
-    await until(lambda: [one.phase for one in server._connections.values()] == [_Phase.BODY] * n)
+    await until(lambda: [one.phase for one in server._port.connections] == [_Phase.BODY] * n)
 
 
 async def test_health_is_answered_however_many_connect_at_once():
     async with serving() as (server, session), holding(server, 300):
-        await until(lambda: len(server._connections) == MAX_CONNECTIONS)
+        await until(lambda: len(server._port.connections) == MAX_CONNECTIONS)
         for _ in range(3):
             assert await ask(session, path="/v2/health/live", method="GET") == (200, {"live": True})
 
 
 async def test_300_silent_connections_hold_64_places_and_nobody_is_locked_out():
     async with serving() as (server, session), holding(server, 300):
-        await until(lambda: len(server._connections) == MAX_CONNECTIONS)
-        assert len(server._runner.server.connections) == MAX_CONNECTIONS
+        await until(lambda: len(server._port.connections) == MAX_CONNECTIONS)
+        assert len(server._port._runner.server.connections) == MAX_CONNECTIONS
         await asyncio.sleep(SILENT_S)
 
         assert await ask(session, path="/v2/health/ready", method="GET") == (200, {"ready": True})
@@ -508,7 +509,7 @@ async def test_a_client_that_hangs_up_in_mid_body_is_one_line_in_the_log(caplog,
             await bodies_come(server, 1)
             if reset:
                 writer.transport.abort()
-        await until(lambda: not server._connections)
+        await until(lambda: not server._port.connections)
         await asyncio.sleep(0.05)
         assert [record.message.partition(" ")[0] for record in caplog.records] == ["event=client_gone"]
         assert not any(record.exc_info for record in caplog.records)
@@ -577,7 +578,7 @@ async def test_a_model_that_fails_is_500_without_its_insides(caplog):
 async def test_a_port_that_is_taken_says_so():
     async with serving() as (server, _):
         port = int(server.url.rpartition(":")[2])
-        with pytest.raises(TransportError, match="another --port"):
+        with pytest.raises(TransportError, match="choose another port"):
             async with Server([], port=port):
                 pass
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from fedge import logs
-from fedge.logs import JsonFormatter, LineFormatter, bind, bound, fields_of, note
+from fedge.logs import LINES_PER_MINUTE, JsonFormatter, LineFormatter, Lines, bind, bound, fields_of, note
 
 ROOT = Path(__file__).resolve().parents[2]
 EVIL = "cam1\n2026-01-01T00:00:00.000Z INFO event=forged\x1b[2J\x9b2J\x7f\u2028 device=other"
@@ -132,3 +132,19 @@ def test_the_documentation_lists_all_names() -> None:
     expected = said | by_the_formatter | of_a_round_that_is_done
     assert listed == expected, "write a row of docs/operating.md, Log lines, for: " + ", ".join(listed ^ expected)
     assert not said & by_the_formatter
+
+
+def test_lines_that_others_cause_are_few_and_the_rest_is_counted(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines, ours = Lines(), logging.getLogger("fedge.test")
+    monkeypatch.setattr("fedge.logs.time.monotonic", lambda: 61.0)
+    for n in range(LINES_PER_MINUTE + 5):
+        lines.warning(ours, "event=refused name=%s", n)
+    lines.warning(ours, "event=dropped")
+    monkeypatch.setattr("fedge.logs.time.monotonic", lambda: 121.0)
+    for n in range(2):
+        lines.warning(ours, "event=refused name=%s", n)
+    said = [record.getMessage() for record in caplog.records]
+    assert said[:LINES_PER_MINUTE] == [f"event=refused name={n}" for n in range(LINES_PER_MINUTE)]
+    assert said[LINES_PER_MINUTE:] == ["event=dropped", "event=refused name=0 untold=5", "event=refused name=1"]

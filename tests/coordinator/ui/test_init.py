@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import sys
 import time
+from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
-from aiohttp import ClientSession, CookieJar
+from aiohttp import ClientSession, CookieJar, TCPConnector
 
 from coordinator import ui
 from coordinator.control import wishes_in
@@ -19,6 +22,7 @@ from coordinator.store import Event, Store
 from coordinator.ui import Page, token_of
 from coordinator.watch import Watch
 from fedge.errors import TransportError
+from fedge.logs import LINES_PER_MINUTE
 from tests.support.shop import EVIL, NOW, make_shop
 
 TOKEN = "0123456789abcdef"
@@ -43,7 +47,8 @@ async def running(store: Store, tmp_path: Path) -> AsyncIterator[Page]:
 
 @pytest.fixture
 async def http(running: Page) -> AsyncIterator[ClientSession]:
-    async with ClientSession(running.url, cookie_jar=CookieJar(unsafe=True)) as session:
+    own = {"cookie_jar": CookieJar(unsafe=True), "connector": TCPConnector(limit=0)}
+    async with ClientSession(running.url, **own) as session:
         yield session
 
 
@@ -134,6 +139,88 @@ async def test_a_wrong_token_is_refused_and_slow(http: ClientSession) -> None:
     assert not (await (await http.get("api/session")).json())["may_act"]
 
 
+async def test_who_has_the_token_waits_for_nobody_who_has_not(
+    http: ClientSession, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ui, "WRONG_S", 3600.0)
+    wrong = [asyncio.create_task(http.post("api/login", json={"token": "guess"})) for _ in range(100)]
+    done: set[asyncio.Task[Any]] = set()
+    async with asyncio.timeout(300):
+        while len(done) < len(wrong) - ui.MAX_WRONG:
+            done, _ = await asyncio.wait(wrong, return_when=asyncio.FIRST_COMPLETED, timeout=0.1)
+        assert {each.result().status for each in done} == {429}
+        await log_in(http)
+    for task in wrong:
+        task.cancel()
+    await asyncio.gather(*wrong, return_exceptions=True)
+    assert LINES_PER_MINUTE <= caplog.text.count("event=login_refused") < 100
+
+
+async def test_who_has_logged_in_has_a_stream_before_who_has_not(
+    http: ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ui, "MAX_STREAMS", 3)
+    async with (
+        asyncio.timeout(300),
+        ClientSession(http._base_url, connector=TCPConnector(limit=0)) as nobody,
+        contextlib.AsyncExitStack() as open_,
+    ):
+        theirs = [await open_.enter_async_context(nobody.get("api/stream")) for _ in range(3)]
+        async with nobody.get("api/stream") as refused:
+            assert refused.status == 503
+        await log_in(http)
+        for oldest in theirs:
+            assert (await open_.enter_async_context(http.get("api/stream"))).status == 200
+            await oldest.content.read()
+        async with http.get("api/stream") as refused:
+            assert refused.status == 503
+
+
+@pytest.mark.process
+async def test_who_connects_and_says_nothing_locks_nobody_out(store: Store, tmp_path: Path) -> None:
+    """The page of a process that may open 400 files, and 600 connections."""
+    assert store
+    with (tmp_path / "log").open("w+b") as log:
+        words = ["-m", "fedge.cli", "ui", "--home", str(tmp_path), "--port", "0", "--json"]
+        page = await asyncio.create_subprocess_exec(sys.executable, *words, stdout=PIPE, stderr=log)
+        assert page.stdout is not None
+        url = json.loads(await page.stdout.readline())["url"]
+        psutil.Process(page.pid).rlimit(psutil.RLIMIT_NOFILE, (400, 400))
+        port = int(url.rstrip("/").rpartition(":")[2])
+        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(600)]
+        status = 503
+        async with asyncio.timeout(300), ClientSession(url, cookie_jar=CookieJar(unsafe=True)) as http:
+            while status == 503:
+                async with http.post("api/login", json={"token": token_of(tmp_path, None)}) as answer:
+                    status = answer.status
+            assert status == 200
+            async with http.get("api/state") as answer:
+                assert answer.status == 200
+        for _, writer in silent:
+            writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
+        page.terminate()
+        await page.wait()
+        log.seek(0)
+        assert log.read() == b""
+
+
+async def test_bytes_that_are_not_http_are_a_line(running: Page, caplog: pytest.LogCaptureFixture) -> None:
+    for said in (
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: a\r\nContent-Length: x\r\n\r\n",
+        b"POST /api/login HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"POST /api/login HTTP/1.1\r\nHost: a\r\nContent-Encoding: gzip\r\nContent-Length: 5\r\n\r\nabcde",
+    ):
+        reader, writer = await asyncio.open_connection("127.0.0.1", running._port.number)
+        writer.write(said)
+        assert b" 400 Bad Request\r\n" in await reader.read()
+        writer.close()
+    assert [record.message.partition(" ")[0] for record in caplog.records] == ["event=malformed_request"] * 4
+    assert not any(record.exc_info for record in caplog.records)
+
+
 async def test_from_other_machines_reading_takes_the_token_too(store: Store, tmp_path: Path) -> None:
     assert store
     async with page(tmp_path, "0.0.0.0") as shown, ClientSession(cookie_jar=CookieJar(unsafe=True)) as http:
@@ -162,7 +249,7 @@ async def test_a_header_of_any_bytes_is_no_token(store: Store, tmp_path: Path) -
     assert store
     async with page(tmp_path, "127.0.0.1") as shown:
         for header in (b"Authorization: Bearer " + TOKEN.encode() + b"\xff", b"Authorization: \xff"):
-            reader, writer = await asyncio.open_connection("127.0.0.1", shown._port)
+            reader, writer = await asyncio.open_connection("127.0.0.1", shown._port.number)
             writer.write(
                 b"GET /metrics HTTP/1.1\r\nHost: proxy.example\r\nConnection: close\r\n" + header + b"\r\n\r\n"
             )
