@@ -19,7 +19,7 @@ import deploy
 from coordinator.methods import Method, State
 from coordinator.protection import Protection
 from coordinator.simulation.federation import Federation, Samples
-from coordinator.simulation.outcome import DeviceOutcome, Score, score
+from coordinator.simulation.outcome import SPENT, DeviceOutcome, Score, score
 from edge_agent.privacy_ledger import Ledger
 from edge_agent.worker import Worker
 from fedge import preprocess
@@ -43,7 +43,7 @@ def epsilon_spent(homes: Iterable[Path], protection: Protection) -> dict[str, fl
     if not protection.dp:
         return {}
     spent = (Ledger(home).spent(protection.dp_delta) for home in homes)
-    return {f"epsilon spent (delta {protection.dp_delta:g})": max(spent, default=0.0)}
+    return {f"{SPENT} (delta {protection.dp_delta:g})": max(spent, default=0.0)}
 
 
 class Evaluation:

@@ -155,6 +155,8 @@ def without_bundle(devices: Iterable[DeviceOutcome]) -> dict[str, str]:
     return {device.id: device.problem for device in devices if not device.bundle}
 
 
+SPENT: Final = "epsilon spent"
+"""Begins the name of a detail: what differential privacy has spent of a device's samples at most."""
 COMPUTED: Final = ("=", "+", "-", "@")
 """Beginnings of cells that spreadsheets take for formulas."""
 

@@ -17,9 +17,10 @@ from typing import Any, Final
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from coordinator.simulation.compare import Demonstration
 from coordinator.simulation.outcome import Point, RunOutcome
@@ -95,10 +96,10 @@ def _draw(axes: Axes, runs: Sequence[RunOutcome], label: str, colours: Sequence[
         axes.plot(places[-1], accuracy[:, -1].mean(), "o", label=name, color=colour, markersize=4)  # the bundles
         if len(curves) > 1 and len(places) > 2:
             axes.fill_between(places, accuracy.min(axis=0), accuracy.max(axis=0), color=colour, alpha=0.12, lw=0)
-    axes.set_ylim(bottom=floor_of([run.accuracy for run in runs]))
+    axes.set_ylim(bottom=(floor := floor_of([run.accuracy for run in runs])))
     axes.set_xlabel(label)
     axes.xaxis.set_major_locator(MaxNLocator(integer=label == "round"))
-    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    in_percent(axes.yaxis, "accuracy", floor)
     axes.legend(loc="lower right", ncols=1 + len(methods) // 7)
 
 
@@ -114,9 +115,11 @@ def accuracy_by_round(by_method: Mapping[str, Mapping[int, float]]) -> str:
         for colour, (method, curve) in zip(CLUSTERS, by_method.items(), strict=False):
             if curve:
                 axes.plot(list(curve), list(curve.values()), label=method, color=colour, linewidth=1.8)
+        seen = [accuracy for curve in by_method.values() for accuracy in curve.values()]
+        axes.set_ylim(bottom=(floor := floor_of(seen) if seen else 0.0))
         axes.set_xlabel("round")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+        in_percent(axes.yaxis, "validation accuracy", floor)
         if any(by_method.values()):
             axes.legend(loc="lower right")
     return svg[0]
@@ -164,11 +167,18 @@ def device_bars(runs: Sequence[RunOutcome]) -> str:
             axes.barh(middle, values, height=0.86 * height, color=CLUSTERS[j % N_COLOURS], label=run.method)
         axes.set_yticks(range(len(ids)), ids)
         axes.invert_yaxis()
-        axes.set_xlim(floor_of(accuracies(runs)), 1)
-        axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+        axes.set_xlim(floor := floor_of(accuracies(runs)), 1)
+        in_percent(axes.xaxis, "test accuracy", floor)
         axes.grid(visible=False, axis="y")
         axes.legend(loc="upper center", bbox_to_anchor=(0.45, 1 + 0.55 / len(ids)), ncols=3, columnspacing=1.2)
     return svg[0]
+
+
+def in_percent(axis: Axis, what: str, floor: float) -> None:
+    """Ticks of an axis of shares at round numbers of percent, as many digits as they have; its label says its start."""
+    axis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10]))
+    axis.set_major_formatter(FuncFormatter(lambda share, _: f"{round(100 * share, 6):g}%"))
+    axis.set_label_text(f"{what}, from {floor:.0%}" if floor else what)
 
 
 def accuracies(runs: Sequence[RunOutcome]) -> list[float]:

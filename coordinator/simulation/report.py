@@ -19,11 +19,13 @@ from coordinator.fleet import problems
 from coordinator.options import write_json
 from coordinator.simulation import plots
 from coordinator.simulation.compare import Comparison, Demonstration, MethodOutcome, Spread
-from coordinator.simulation.outcome import Cost, RunOutcome, as_csv, cost_of, megabytes, without_bundle
+from coordinator.simulation.outcome import SPENT, Cost, RunOutcome, as_csv, cost_of, megabytes, without_bundle
 from coordinator.simulation.settings import Scenario
 from fedge.files import write_atomically
 
 NOTHING: Final = "–"
+NARROW: Final = 4
+"""Columns that fit on a phone."""
 GLOBAL: Final = "global: the models that devices are served, each on samples from all devices' distributions"
 FILES: Final = ("report.html", "figures.json", "figures.csv", "accuracy.svg")
 
@@ -74,10 +76,11 @@ def columns(*sections: str) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of texts as HTML; if it is too wide, it scrolls by itself."""
+    """A table of texts as HTML; if it is too wide, it scrolls by itself, and a wide one says so on a phone."""
     cells = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
     body = "\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f'<div class="scroll"><table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table></div>'
+    whole = f"<table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table>"
+    return f'<div class="scroll{" wide" * (len(head) > NARROW)}" tabindex="0">{whole}</div>'
 
 
 def rows_of(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -132,26 +135,34 @@ def of_comparison(comparison: Comparison) -> Report:
         lead(comparison),
         all_methods(comparison),
         curves(comparison.runs),
-        section(
-            "Seed by seed",
-            "Mean accuracy over the devices, percent.",
-            table(("Method", *map(str, comparison.seeds)), [seed_row(method) for method in comparison.methods]),
-        ),
+        seed_by_seed(comparison) if len(comparison.seeds) > 1 else "",
         section(
             "The methods' own numbers",
             "Silhouette: of the last clusters, from -1 to 1; where clusters overlap, of each membership.",
-            table(("Method", "Number", "Mean"), own_rows(comparison)),
-        ),
+            table(("Method", "Number", "Mean"), numbers),
+        )
+        if (numbers := own_rows(comparison))
+        else "",
     )
     return Report(shown, comparison, comparison.rows(), plots.curves(comparison.runs))
 
 
+def seed_by_seed(comparison: Comparison) -> str:
+    """The table of the seeds."""
+    head = "Method", *map(str, comparison.seeds)
+    return section(
+        "Seed by seed", "Mean accuracy over the devices, percent.", table(head, map(seed_row, comparison.methods))
+    )
+
+
 def all_methods(comparison: Comparison) -> str:
     """The table of the methods."""
+    several = "Percent, mean ± standard deviation over the seeds. Differences are paired by seed."
+    one = "Percent, of one seed: how far another would be from it is not known."
     return section(
         "All methods",
-        "Percent, mean ± standard deviation over the seeds. Differences are paired by seed. The best other method "
-        "is picked in hindsight, which flatters it. Over devices: standard deviation of their accuracies.",
+        f"{several if len(comparison.seeds) > 1 else one} The best other method is picked in hindsight, which flatters "
+        "it. Over devices: standard deviation of their accuracies.",
         table(headings(comparison), map(row, comparison.methods)),
     )
 
@@ -184,12 +195,17 @@ def lead(comparison: Comparison) -> str:
     return (
         f"{n_devices} simulated devices, {setting_of(scenario)}; {scenario.rounds} rounds of {work_of(scenario)}, "
         f"participation {scenario.participation:.0%}, {scenario.sensitive:.0%} of the training samples marked "
-        f"sensitive; seeds {', '.join(map(str, comparison.seeds))}. Accuracies are of the installed bundles, run by "
+        f"sensitive; {seeds_of(comparison)}. Accuracies are of the installed bundles, run by "
         "ONNX Runtime on each device's own test samples, which no choice has seen. "
         "Global: the models that devices are served, each on samples from all devices' distributions. "
         f"Cost: rounds, traffic and simulated time until {comparison.target:.1%} mean accuracy was seen."
         f" {unequipped(comparison.runs)} {milder(comparison.runs)}".rstrip()
     )
+
+
+def seeds_of(comparison: Comparison) -> str:
+    """The seeds in words."""
+    return f"seed{'s' * (len(comparison.seeds) > 1)} {', '.join(map(str, comparison.seeds))}"
 
 
 def work_of(scenario: Scenario) -> str:
@@ -263,7 +279,7 @@ def own_rows(comparison: Comparison) -> list[tuple[str, str, str]]:
         (method.method, name, f"{figure.mean:.2f} ±{figure.std:.2f}" if len(figure.seeds) > 1 else f"{figure.mean:.2f}")
         for method in comparison.methods
         for name, figure in method.details.items()
-    ] or [(NOTHING,) * 3]
+    ]
 
 
 def percent(figure: Spread) -> str:
@@ -333,9 +349,11 @@ def show(comparison: Comparison, console: Console, *more: str) -> None:
 
 def legend_of(comparison: Comparison) -> str:
     """The meaning of the columns in the terminal."""
+    several = len(comparison.seeds) > 1
     lines = [
-        "accuracy: mean over the devices of their bundles on own test samples, percent, ± over seeds",
-        f"− base: to {comparison.baseline}, seed by seed; − best: to the best other method, picked in hindsight",
+        f"accuracy: mean over the devices of their bundles on own test samples, percent{', ± over seeds' * several}",
+        f"− base: to {comparison.baseline}{', seed by seed' * several}; − best: to the best other method, picked in "
+        "hindsight",
         "worst: lowest tenth of the devices; MB: up and down",
         *([GLOBAL] if tested_globally(comparison) else []),
         f"r{', s' * has_clock(comparison)}: rounds{' and simulated seconds' * has_clock(comparison)} until "
@@ -343,6 +361,9 @@ def legend_of(comparison: Comparison) -> str:
     ]
     if comparison.scenario.late_joiners:
         lines.append("new: accuracy of the devices that came when training was over; the other figures leave them out")
+    for name in sorted({name for method in comparison.methods for name in method.details if name.startswith(SPENT)}):
+        most = [f"{m.method} {max(m.details[name].seeds):.2f}" for m in comparison.methods if name in m.details]
+        lines.append(f"{name}, the most of a device: {', '.join(most)}")
     lines += [note for note in (unequipped(comparison.runs), milder(comparison.runs)) if note]
     return "\n".join(lines)
 
@@ -406,9 +427,15 @@ def of_run(outcome: RunOutcome, scenario: Scenario, target: float | None = None)
 def of_demo(demo: Demonstration) -> Report:
     """The results of `fedge demo`."""
     rows = demo.rows()
-    told = {run.method: run.validation if run.method in {"fedavg", "personal"} else {} for run in demo.runs}
+    shared = {"fedavg": "fedavg", "personal": f"{demo.learned_by}, shared"}  # names of the others keep their colours
+    told = {shared.get(run.method, run.method): run.validation if run.method in shared else {} for run in demo.runs}
     plot = plots.accuracy_by_round(told)
-    cluster_map = plots.cluster_map(demo) if len(demo.places) > 1 else "<p>This method compares no updates.</p>"
+    *_, ours = demo.runs
+    if len(demo.places) > 1 and ours.clusters:
+        cluster_map = plots.cluster_map(demo)
+    else:
+        why = "This method made no clusters" if demo.places else "This method compares no updates"
+        cluster_map = f"<p>{why}: there is nothing to draw.</p>"
     shown = page(
         f"fedge demo: {demo.scenario.task}, {len(rows)} devices",
         demo_lead(demo),
@@ -416,13 +443,16 @@ def of_demo(demo: Demonstration) -> Report:
         all_methods(demo),
         columns(
             section(
-                "Accuracy by round",
-                "The shared model each device received, on its own validation samples, before it trained.",
+                "Shared models by round",
+                "The shared model each device received, on its own validation samples, before it trained. These are "
+                "not the table's figures: those are of what devices have at the end, on test samples.",
                 plot,
             ),
             section(
                 "Cluster map",
-                "Devices whose updates point the same way lie close. Dot: first cluster found. Ring: true group.",
+                "Devices whose updates point the same way lie close. Dot: first cluster found. Ring: true group."
+                if ours.clusters
+                else "",
                 cluster_map,
             ),
             section(

@@ -54,6 +54,30 @@ def test_curves_are_drawn_on_axes_of_the_callers_own() -> None:
     assert a_run().plot(Figure().add_subplot()).get_xlabel() == "round"
 
 
+@pytest.mark.parametrize(("lowest", "highest"), [(0.82, 0.9), (0.815, 0.905), (0.95, 0.97), (0.0, 1.0), (0.9, 0.901)])
+def test_ticks_say_where_they_are_and_lie_evenly(lowest: float, highest: float) -> None:
+    """Between 82 and 90 % they read 82, 85, 88, 90, and were at 82.5, 85, 87.5."""
+    from matplotlib.figure import Figure
+
+    axes = Figure(figsize=(5.4, 3.4)).add_subplot()
+    axes.set_ylim(lowest, highest)
+    plots.in_percent(axes.yaxis, "accuracy", 0.0)
+    places = axes.yaxis.get_majorticklocs()
+    told = [float(tick.removesuffix("%")) for tick in axes.yaxis.get_major_formatter().format_ticks(places)]
+    np.testing.assert_allclose(told, 100 * places, atol=1e-6)
+    assert len(told) >= 4
+    assert all(tick == round(tick) for tick in told) or highest - lowest < 0.05
+
+
+def test_an_axis_that_does_not_begin_at_zero_says_so() -> None:
+    from matplotlib.figure import Figure
+
+    assert a_run(accuracy=0.95).plot(Figure().add_subplot()).get_ylabel() == "accuracy, from 80%"
+    assert a_run(accuracy=0.05).plot(Figure().add_subplot()).get_ylabel() == "accuracy"
+    assert "test accuracy, from 80%" in plots.device_bars([a_run(accuracy=0.95)])
+    assert "validation accuracy, from 40%" in plots.accuracy_by_round({"m": {1: 0.55, 2: 0.7}})
+
+
 def test_a_bar_is_as_long_as_the_accuracy() -> None:
     svg = plots.device_bars([a_run(accuracy=0.95), a_run(accuracy=0.9)])
     lengths = []

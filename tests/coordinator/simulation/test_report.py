@@ -9,7 +9,7 @@ from rich.console import Console
 
 from coordinator.simulation import plots
 from coordinator.simulation.compare import compare_runs
-from coordinator.simulation.outcome import Cost
+from coordinator.simulation.outcome import SPENT, Cost
 from coordinator.simulation.report import (
     axis,
     cost,
@@ -50,7 +50,8 @@ def test_the_methods_own_numbers_are_on_the_page() -> None:
     found = compare_runs(Scenario(), runs, ["m"], (0, 1), "m", None)
     assert own_rows(found) == [("m", "silhouette", "0.60 ±0.14"), ("m", "tau", "0.25 ±0.00")]
     assert "0.60 ±0.14" in of_comparison(found).page
-    assert own_rows(a_comparison()) == [("–", "–", "–")]
+    assert own_rows(a_comparison()) == []
+    assert "own numbers" not in of_comparison(a_comparison()).page
 
 
 def test_late_joiners_have_a_column_where_there_are_any() -> None:
@@ -174,7 +175,9 @@ def test_every_table_of_a_page_can_be_scrolled_by_itself() -> None:
     outcome = a_run()
     run = of_run(outcome, Scenario()).page
     for text in (of_comparison(a_comparison(3)).page, of_demo(a_demonstration()).page, run):
-        assert text.count("<table>") == text.count('<div class="scroll"><table>') > 0
+        assert text.count("<table>") == len(re.findall('<div class="scroll( wide)?" tabindex="0"><table>', text)) > 0
+        assert text.count("scroll wide") == sum(part.count('scope="col"') > 4 for part in text.split("<table>"))
+    assert "sideways" not in a_comparison(3)._repr_html_(), "a notebook is no phone"
 
 
 @pytest.mark.parametrize(("accuracy", "words"), [(0.8, "begins at 70%"), (0.15, "begins at zero")])
@@ -202,6 +205,13 @@ def test_a_notebook_shows_the_table_and_the_curves() -> None:
     assert "<svg" in shown
     assert "var(" not in shown
     assert all(cell in shown for cell in row(a_comparison(2).methods[1]))
+
+
+def test_what_private_methods_have_spent_is_told_below_the_table() -> None:
+    name = f"{SPENT} (delta 1e-05)"
+    runs = [a_run(method, seed, details={name: 3.0 + seed}) for seed in (0, 1) for method in ("a", "b")]
+    found = compare_runs(Scenario(), runs, ["a", "b"], (0, 1), "a", None)
+    assert "epsilon spent (delta 1e-05), the most of a device: a 4.00, b 4.00" in str(found)
 
 
 def test_a_script_prints_the_table_and_what_its_columns_mean() -> None:
@@ -253,6 +263,35 @@ def test_a_history_without_any_measurement_is_an_empty_plot() -> None:
 def test_what_comes_from_a_user_is_text_not_markup() -> None:
     html = of_demo(a_demonstration(task="<script>alert(1)</script>")).page
     assert "<script>" not in html
+
+
+def test_the_curve_of_the_shared_model_is_not_called_as_the_bundles_are() -> None:
+    shared, *rest = re.findall(r"<svg.*?</svg>", of_demo(a_demonstration()).page, flags=re.DOTALL)
+    assert ">fedge, shared<" in shared
+    assert ">fedavg<" in shared
+    assert ">personal<" not in shared
+    assert any(">personal<" in plot for plot in rest), "there it is what devices have installed"
+
+
+def test_without_clusters_there_is_no_map_of_them() -> None:
+    html = of_demo(a_demonstration(split=False)).page
+    assert html.count("<svg") == 2
+    assert "This method made no clusters: there is nothing to draw." in html
+    assert "Ring: true group" not in html
+
+
+def test_one_seed_has_neither_a_deviation_nor_a_table_of_seeds() -> None:
+    runs = [a_run(method, 7) for method in ("a", "b")]
+    one = compare_runs(Scenario(), runs, ["a", "b"], (7,), "a", None)
+    page = of_comparison(one).page
+    assert "Percent, of one seed: how far another would be from it is not known." in page
+    assert "Seed by seed" not in page
+    assert "; seed 7. " in page
+    assert "±" not in str(one)
+    assert "seed by seed" not in str(one)
+    two = a_comparison(2)
+    assert "Seed by seed" in of_comparison(two).page
+    assert "± over seeds" in str(two)
 
 
 def test_a_method_without_updates_to_compare_has_no_map() -> None:
