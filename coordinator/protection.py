@@ -27,6 +27,9 @@ Guard = Literal[
 (`coordinator.fleet.update_norms`); DP-SGD on the devices; masked sums. top-k is no guard but the codec top1+zstd, which
 does not go with all of them."""
 
+LARGEST_DELTA: Final = 1 / 20
+"""Of devices with 20 samples, which is few (`coordinator.samples.FEW`). Each knows itself how many it has."""
+
 AverageRule = Annotated[Rule, "How updates are averaged; clipped: none is longer than twice the cohort's median."]
 HostileShare = Annotated[
     float, Meta(ge=0, lt=0.5), "Share of a cohort that trimmed-mean and multi-krum take to be hostile."
@@ -75,6 +78,9 @@ class Protection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             )
         if self.dp_epsilon is not None and self.dp_noise is not None:
             raise ConfigError("--dp-noise says how strong the noise is, and so does --dp-epsilon: give one of them")
+        if self.dp and self.dp_delta >= LARGEST_DELTA:
+            below = "it must be well below 1 / samples of a device, as 1e-5 is"
+            raise ConfigError(f"--dp-delta {self.dp_delta:g} promises nothing: {below}")
         if not self.dp and (self.dp_delta, self.dp_clip) != (1e-5, 1.0):
             raise ConfigError("--dp-delta and --dp-clip change nothing without --dp-epsilon or --dp-noise")
 

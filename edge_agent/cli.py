@@ -67,6 +67,7 @@ def build(settings: AgentSettings, rules: Rules, observe: Callable[[str, dict[st
     """
     from edge_agent.agent import Agent, Identity, Limits
     from edge_agent.workplace import Workplace
+    from fedge.steps.train_dp import weak_delta
 
     task, steps = settings.spec(), settings.known_steps()
     if settings.train_on is Processor.CUDA and not settings.trains:
@@ -74,6 +75,8 @@ def build(settings: AgentSettings, rules: Rules, observe: Callable[[str, dict[st
     if settings.max_epsilon is not None and settings.trains and find_spec("opacus") is None:
         raise ConfigError("max_epsilon needs Opacus to count with: pip install 'fedge[privacy]'")
     n_shared, digest = _look_at_samples(settings, task)
+    if settings.max_epsilon is not None and (weak := weak_delta(settings.delta, n_shared)):
+        raise ConfigError(f"--{weak}")
     identity = Identity(settings.id, settings.federation, task, n_shared, settings.trains, steps)
     limits = Limits(settings.min_free_ram_gb, settings.max_temperature_c, settings.min_battery)
     return Agent(

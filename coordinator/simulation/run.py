@@ -19,6 +19,7 @@ from coordinator.checks import Finding, examine, require_sound, without_profile
 from coordinator.fleet.problems import reasons_of, told
 from coordinator.fleet.simulated import Execute, SimulatedFleet
 from coordinator.methods import Method, Option, Server, State, make
+from coordinator.protection import Protection
 from coordinator.samples import by_class, without_samples
 from coordinator.simulation import rounds
 from coordinator.simulation.evaluation import Evaluation, epsilon_spent
@@ -29,6 +30,7 @@ from edge_agent import batched
 from fedge.errors import ConfigError, FruitlessError
 from fedge.models.training import torch_device
 from fedge.processor import Processor
+from fedge.steps.train_dp import weak_delta
 
 T = TypeVar("T")
 QUIET_S: Final = 10.0
@@ -75,6 +77,7 @@ def simulate(
     made = make(method, scenario.for_method(seed, options), Server(federation.task, federation.server_data))
     examined = examine(federation.task, federation.layout, without_profile(method, options))
     require_sound(examined.findings)
+    _require_delta(federation, made.settings.protection)
     for finding in (*examined.findings, *_missing(federation)):
         watch(f"note: {finding}")
     outcome = run_on(federation, made, scenario, seed, home, label, watch, on, track)
@@ -198,6 +201,14 @@ def _missing(federation: Federation) -> list[Finding]:
         return []
     labels = np.concatenate([share.y_train for share in federation.shares.values()])
     return [*without_samples({"": by_class(federation.task, labels)})]
+
+
+def _require_delta(federation: Federation, guards: Protection) -> None:
+    """Refuse a delta that is weak for some device, which would decline; generated devices are not checked."""
+    if guards.dp and isinstance(federation.shares, dict):
+        n = max(int(np.count_nonzero(~share.sensitive)) for share in federation.shares.values())
+        if weak := weak_delta(guards.dp_delta, n):
+            raise ConfigError(f"of a device, --dp-{weak}")
 
 
 def validate(

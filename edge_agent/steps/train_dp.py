@@ -20,7 +20,7 @@ from fedge.messages import Why
 from fedge.models.dp_sgd import Clipping, PrivateNetwork, poisson_batches
 from fedge.models.training import Part, Trainer
 from fedge.step import Declined, Result
-from fedge.steps.train_dp import TrainDp, TrainedDp, require_no_statistics
+from fedge.steps.train_dp import TrainDp, TrainedDp, require_no_statistics, weak_delta
 from fedge.tensors import Model, unflatten
 
 THREADED = True
@@ -61,6 +61,8 @@ def planned(device: Device, action: TrainDp) -> Charge:
 
 def over_budget(device: Device, action: TrainDp, ledger: Ledger, charge: Charge) -> str | None:
     """Why the order is refused: the run's own promise, or the owner's budget; None: it is carried out."""
+    if weak := weak_delta(action.privacy.delta, device.data.n_shared):
+        return f"the run's {weak}"
     promised, budget = action.privacy.epsilon, device.budget
     if promised is not None:
         total = ledger.spent(action.privacy.delta, run=charge.run, planned=charge)

@@ -21,6 +21,16 @@ ClipNorm = Annotated[float, Meta(gt=0, le=1e6)]
 NoiseMultiplier = Annotated[float, Meta(gt=0, le=1e6)]
 
 
+def weak_delta(delta: float, n_samples: int) -> str:
+    """Why delta promises nothing to each of so many samples; "": it does.
+
+    With delta = 1 / n, publishing one of n samples as it is would count as private.
+    """
+    if delta * n_samples < 1:
+        return ""
+    return f"delta {delta:g} promises nothing to {n_samples} samples: it must be well below 1 / {n_samples}, as 1e-5 is"
+
+
 class Privacy(Struct, frozen=True, kw_only=True):
     """A run's promise to each sample: (epsilon, delta) for all of its orders together, or a fixed noise level.
 

@@ -116,6 +116,13 @@ def test_a_wrong_setting_is_named(
         build(resolve(AgentSettings, "agent", None, flags(data, tmp_path) | changes), Rules(), ignore_event)
 
 
+def test_a_budget_whose_delta_promises_nothing_to_the_samples_is_refused(data: Path, tmp_path: Path) -> None:
+    given = flags(data, tmp_path) | {"max_epsilon": 8.0, "delta": 0.5}
+    with pytest.raises(ConfigError, match=r"--delta 0\.5 promises nothing to 32 samples: it must be well below 1 / 32"):
+        build(resolve(AgentSettings, "agent", None, given), Rules(), ignore_event)
+    build(resolve(AgentSettings, "agent", None, given | {"delta": 0.01}), Rules(), ignore_event)
+
+
 def test_the_password_is_never_shown(data: Path, tmp_path: Path) -> None:
     settings = resolve(AgentSettings, "agent", None, flags(data, tmp_path) | {"password": "hunter2"})
     assert "hunter2" not in repr(settings)

@@ -106,6 +106,8 @@ def test_settings_that_contradict_or_change_nothing_are_refused() -> None:
     for alone in ({"dp_delta": 1e-6}, {"dp_clip": 2.0}):
         with pytest.raises(ConfigError, match="change nothing"):
             Protection(**alone)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"--dp-delta 0\.5 promises nothing: .* 1 / samples of a device, as 1e-5 is"):
+        Protection(dp_epsilon=1.0, dp_delta=0.5)
     assert Protection().privacy(5) is None
     assert Protection(dp_noise=2.0, dp_clip=3.0).privacy(0) == Privacy(
         clip_norm=3.0, delta=1e-5, participations=1, noise_multiplier=2.0

@@ -121,6 +121,12 @@ def test_what_a_private_run_has_spent_is_told_on_the_way_and_at_the_end(tmp_path
     assert ("epsilon spent (delta 1e-05)", f"{most:.2f}") in lines_of(found, None)
 
 
+def test_a_delta_that_promises_nothing_to_the_samples_of_a_device_is_refused(tmp_path: Path) -> None:
+    scenario = msgspec.structs.replace(SCENARIO, rounds=1, dp_noise=1.0, dp_delta=0.04)
+    with pytest.raises(ConfigError, match=r"of a device, --dp-delta 0\.04 promises nothing to \d+ samples: .* 1 / \d+"):
+        simulate(scenario, "fedavg", {}, 1, tmp_path, label="fedavg", watch=lambda _: None)
+
+
 # --------------------------------------------------------------------------------------------- ends that are no success
 
 

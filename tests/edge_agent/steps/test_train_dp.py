@@ -138,6 +138,20 @@ def test_it_stops_at_what_the_run_promised_also_where_kills_have_cost_some(tmp_p
     assert Ledger(tmp_path).spent(1e-5, run="r") <= 8 * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("how", [{"epsilon": 8.0}, {"noise_multiplier": 1.0}])
+def test_a_run_whose_delta_promises_nothing_to_so_many_samples_is_declined(
+    tmp_path: Path, how: dict[str, float]
+) -> None:
+    privacy = Privacy(clip_norm=1.0, delta=1 / 30, participations=4, **how)
+    declined = worker(tmp_path).execute(order(train(blobs := Blobs(), privacy)), blobs).result
+    assert (declined.why, Ledger(tmp_path).charges) == (Why.BUDGET, [])
+    assert declined.reason.startswith(
+        "the run's delta 0.0333333 promises nothing to 30 samples: it must be well below 1"
+    )
+    enough = msgspec.structs.replace(privacy, delta=0.9 / 30)
+    assert isinstance(worker(tmp_path).execute(order(train(blobs, enough)), blobs).result, TrainedDp)
+
+
 def test_it_stops_at_the_owners_budget_whatever_runs_promise(tmp_path: Path) -> None:
     blobs, own = Blobs(), worker(tmp_path, max_epsilon=10.0)
     results = [own.execute(order(train(blobs), run=f"r{n}"), blobs).result for n in range(20)]
