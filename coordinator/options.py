@@ -8,10 +8,11 @@ from typing import Any, Final, TypeVar
 
 import click
 
-from coordinator.methods import Option, method_class, options_of
+from coordinator.methods import Option, installed_methods, method_class, options_of
 from fedge.config import section_of
 from fedge.errors import ConfigError
 from fedge.files import require_writable, write_atomically
+from fedge.loading import FINE_TUNED
 
 F = TypeVar("F", bound=Callable[..., Any])
 STDOUT: Final = Path("-")
@@ -100,13 +101,13 @@ def value_of(text: str) -> Option:
 
 
 def method_and_options(text: str) -> tuple[str, dict[str, Option]]:
-    """A method with its options after colons: "fedepc:clustering=k-means", "package.module:Class:option=value".
+    """A method with its options after colons: "fedepc:clustering=k-means", "module:Class:option=value".
 
     Raises:
         ConfigError: an option is not NAME=VALUE.
     """
     name, *pairs = text.strip().split(":")
-    if pairs and "=" not in pairs[0] and "." in name + pairs[0]:
+    if pairs and "=" not in pairs[0] and name.removesuffix(FINE_TUNED) not in installed_methods():
         name = f"{name}:{pairs.pop(0)}"
     return name, parsed(pairs)
 

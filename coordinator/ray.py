@@ -75,10 +75,10 @@ def require_importable(*paths: str | None) -> None:
     """Refuse objects that exist only in this process.
 
     Raises:
-        ConfigError: a task or a network is one.
+        ConfigError: a task, a network or a method is one.
     """
     if any(map(is_held, paths)):
-        raise ConfigError("a task or network of this Python process cannot go to Ray: write it into a module")
+        raise ConfigError("a task, network or method of this Python process cannot go to Ray: write it into a module")
 
 
 def resources_of_actors(n_processors: int, train_on: Processor) -> tuple[int, dict[str, Any]]:

@@ -43,6 +43,32 @@ SECTIONS: Final = (
 """Sections that a TOML file may have; one file can serve all roles."""
 
 
+_OWN_STEP: Final = "write a step of your own, as docs/extending.md says"
+NO_SETTINGS: Final[Mapping[str, str]] = {
+    **dict.fromkeys(
+        ("optimizer", "optimiser", "solver"),
+        f"devices learn by SGD (learning_rate, momentum, weight_decay); for another one {_OWN_STEP}",
+    ),
+    **dict.fromkeys(
+        ("loss", "loss_fn", "criterion", "objective"), f"devices learn by cross-entropy; for another loss {_OWN_STEP}"
+    ),
+    **dict.fromkeys(
+        ("scheduler", "lr_scheduler", "decay"),
+        f"the learning_rate is the same in all rounds; for another one {_OWN_STEP}",
+    ),
+    **dict.fromkeys(("metric", "metrics"), "results have accuracy and macro-F1, and bundles predict for any other"),
+    **dict.fromkeys(("lr", "learningrate", "eta"), "it is called learning_rate"),
+    **dict.fromkeys(("epochs", "num_epochs", "n_epochs"), "say rounds, and local_epochs for those of a device in each"),
+    **dict.fromkeys(("clients", "n_clients", "num_clients", "nodes"), "they are called devices"),
+    **dict.fromkeys(("num_rounds", "n_rounds", "iterations"), "they are called rounds"),
+    **dict.fromkeys(("strategy", "algorithm", "aggregator"), "it is called method; how it averages: average"),
+    **dict.fromkeys(("dataset", "data_set"), "the samples are those of task and data"),
+    **dict.fromkeys(("network", "net", "architecture"), "it is called model"),
+    **dict.fromkeys(("gpu", "cuda", "device"), "what trains is called train_on: cpu or cuda"),
+}
+"""What people look for among the settings and is none, or has another name; and what they do instead."""
+
+
 NAME: Final = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}\Z"
 Name = Annotated[
     str,
@@ -261,6 +287,8 @@ def _environment_of(section: str, known: Mapping[str, Setting]) -> dict[str, str
 def _refuse_unknown(found: Iterable[str], known: Iterable[str], where: str) -> None:
     right = list(known)
     for key in found:
+        if key not in right and (why := NO_SETTINGS.get(key.lower())):
+            raise ConfigError(f"unknown key {key} in {where}: {why}")
         if key not in right:
             raise ConfigError(f"unknown key {key} in {where}{nearest(key, right)}")
 

@@ -36,5 +36,5 @@ def is_text(name: str) -> bool:
 
 def nearest(word: str, right: Iterable[str]) -> str:
     """A hint at the most similar word in `right`: " (did you mean X?)", or ""."""
-    close = difflib.get_close_matches(word, list(right), n=1, cutoff=0.5)
+    close = difflib.get_close_matches(word, list(right), n=1, cutoff=0.6)
     return f" (did you mean {close[0]}?)" if close else ""

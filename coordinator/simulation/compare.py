@@ -195,7 +195,7 @@ def compare(settings: CompareSettings, out: Path, watch: Watch) -> Comparison:
     scenario = scenario_of(settings)
     _spare_another_report(out, scenario, methods, seeds)
     wanted = [_Run(scenario=scenario, method=method, seed=seed) for seed in seeds for method in methods]
-    ours = is_held(scenario.task) or is_held(scenario.model)  # no other process has them, now or later
+    ours = any(map(is_held, (scenario.task, scenario.model, *methods)))  # no other process has them, now or later
     found = {} if ours else {run: outcome for run in wanted if (outcome := _read(_file(out, run))) is not None}
     for number, outcome in enumerate(found.values(), 1):
         watch(_told(number, len(wanted), outcome))
@@ -341,7 +341,7 @@ def _on_ray(runs: Sequence[_Run], settings: CompareSettings) -> Iterator[tuple[_
     """Yield outcomes as they finish on the Ray cluster; a run whose process died is repeated."""
     from coordinator.ray import connected, ray, require_importable, resources_of_actors
 
-    require_importable(settings.task, settings.model)
+    require_importable(settings.task, settings.model, *methods_of(settings))
 
     def simulated(run: _Run) -> RunOutcome:
         with tempfile.TemporaryDirectory(prefix="fedge-compare-") as home:

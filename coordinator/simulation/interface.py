@@ -1,8 +1,8 @@
 """`fedge.simulate`, `fedge.compare` and `fedge.tune`: the commands as functions, in a script and in a notebook.
 
 Arguments are the commands' settings, with the same names, defaults and checks (`coordinator.simulation.settings`). In
-addition, `task` may be a `fedge.Task`, `model` anything that a task takes, and `methods` and `seeds` lists. Ctrl-C or a
-notebook's stop button ends a run and its processes.
+addition, `task` may be a `fedge.Task`, `model` anything that a task takes, `method` a class, and `methods` and `seeds`
+lists. Ctrl-C or a notebook's stop button ends a run and its processes.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from msgspec import Struct
 
 from coordinator import runs
-from coordinator.methods import Option
+from coordinator.methods import Option, method_class
 from coordinator.options import check, method_and_options
 from coordinator.simulation import compare as comparing
 from coordinator.simulation import run as running
@@ -38,7 +38,7 @@ from coordinator.tracking import tracking
 from edge_agent import batched
 from fedge.config import describe, given
 from fedge.errors import ConfigError
-from fedge.loading import hold, load_role
+from fedge.loading import hold, is_held, load_role
 from fedge.tasks import Task
 from fedge.tasks.own import name_of
 from fedge.tasks.partition import check_partitioning
@@ -46,6 +46,11 @@ from fedge.tasks.partition import check_partitioning
 if TYPE_CHECKING:
     from coordinator.simulation.tune import Tuning
 
+SEVERAL: Final = {
+    "methods": 'methods=["fedavg", Mine]',
+    "seeds": "seeds=[3] for this one, seeds=range(3) for three",
+}
+"""Settings that may be lists, each with an example."""
 S = TypeVar("S", bound=Scenario)
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -128,8 +133,8 @@ def simulate(
     Args:
         options: of the method, like `--option` of the command.
         progress: called with lines of progress; None: silent.
-        **settings: those of `fedge simulate`, under the same names; `task` may be a `fedge.Task`, and `model` a class,
-            a function or a module, as in `Task.from_arrays`.
+        **settings: those of `fedge simulate`, under the same names; `task` may be a `fedge.Task`, `method` a subclass
+            of `coordinator.methods.Method`, and `model` a class, a function or a module, as in `Task.from_arrays`.
 
     Raises:
         ConfigError: a setting is unknown or out of range, or the data or the method does not exist.
@@ -152,6 +157,7 @@ def simulated(
     check(method, options)
     check_partitioning(settings)
     scenario, out = scenario_of(settings), settings.out
+    label = method_class(method).name if is_held(method) else settings.method
     home = Path(tempfile.mkdtemp(prefix="fedge-simulate-")) if out is None else runs.new_folder(out, "simulate")
     try:
         with (
@@ -160,7 +166,7 @@ def simulated(
             tracking(settings.tensorboard, settings.mlflow, f"{settings.method}-{settings.seed}") as track,
         ):
             outcome = running.simulate(
-                *(scenario, method, options, settings.seed, home, progress, settings.method, settings),
+                *(scenario, method, options, settings.seed, home, progress, label, settings),
                 track=lambda point: track(point.round, point.figures),
             )
     except BaseException:
@@ -192,8 +198,8 @@ def compare(*, progress: Watch | None = to_standard_error, **settings: Any) -> C
 
     Args:
         progress: called with each finished run; None: silent.
-        **settings: those of `fedge compare`, under the same names; `methods` and `seeds` may be lists, `task` a
-            `fedge.Task`, `model` a class, a function or a module.
+        **settings: those of `fedge compare`, under the same names; `methods` and `seeds` may be lists, a method a
+            class, `task` a `fedge.Task`, `model` a class, a function or a module.
 
     Raises:
         ConfigError: a setting is unknown or out of range, or the data or a method does not exist.
@@ -201,10 +207,8 @@ def compare(*, progress: Watch | None = to_standard_error, **settings: Any) -> C
         FruitlessError: a run ended with nothing learned, or without a bundle.
         FedgeError: a run failed.
     """
-    for several in ("methods", "seeds"):
-        if several in settings and not isinstance(settings[several], str):
-            settings[several] = ",".join(map(str, settings[several]))
-    found = _settings(CompareSettings, settings)
+    texts = {name: _several(name, settings[name], how) for name, how in SEVERAL.items() if name in settings}
+    found = _settings(CompareSettings, settings | texts)  # `settings` keeps the classes until the end
     check_partitioning(found)
 
     watch = progress or (lambda _: None)
@@ -261,6 +265,8 @@ def tuned(settings: TuneSettings, search: Iterable[str], out: Path, progress: Wa
 def _settings(kind: type[S], arguments: Mapping[str, Any]) -> S:
     """The settings, with objects of this process replaced by the names that hold them."""
     named = dict(arguments)
+    if "method" in named:
+        named["method"] = _named(named["method"])
     if isinstance(task := named.get("task"), Task):
         if task.pool.user is not None and "partition" not in named:
             raise ConfigError(
@@ -271,6 +277,20 @@ def _settings(kind: type[S], arguments: Mapping[str, Any]) -> S:
     if (model := named.get("model")) is not None:
         named["model"] = name_of(model)
     return given(kind, named)
+
+
+def _several(name: str, given: Any, how: str) -> str:
+    """A list of settings as text."""
+    if isinstance(given, str):
+        return given
+    if not isinstance(given, Iterable):
+        raise ConfigError(f"{name} must be a list, or a text with commas, not {given!r}: write {how}")
+    return ",".join(str(_named(each)) for each in given)
+
+
+def _named(method: object) -> Any:
+    """A class of a method by the name that holds it."""
+    return hold(method) if isinstance(method, type) else method
 
 
 @contextmanager

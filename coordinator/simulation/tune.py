@@ -190,7 +190,7 @@ def tune(settings: TuneSettings, search: Iterable[str], out: Path, watch: Watch)
     scenario = scenario_of(settings)
     name, fixed = method_and_options(settings.method)
     ranges = ranges_of(name, search)
-    require_importable(scenario.task, scenario.model)
+    require_importable(scenario.task, scenario.model, settings.method)
     if scenario.train_on is not Processor.CPU or not scenario.rounds:
         raise ConfigError(
             "a search needs rounds, and shares out processors, no GPUs: leave out --train-on, give --rounds"

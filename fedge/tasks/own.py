@@ -9,8 +9,9 @@ needs neither.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,7 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fedge.errors import ConfigError, failing_as
-from fedge.loading import hold
+from fedge.loading import FAILURES, hold
 from fedge.task import TaskSpec
 from fedge.tasks import arrays
 from fedge.tasks.pool import Pool
@@ -71,9 +72,9 @@ class Task:
         Raises:
             ConfigError: an array has a wrong shape, type or value.
         """
-        given: dict[str, NDArray[Any]] = {"x": np.asarray(x), "y": np.asarray(y)}
+        given = {"x": _array(x, f"{name}: x"), "y": _array(y, f"{name}: y")}
         if classes is not None:
-            given["classes"] = np.asarray(classes)
+            given["classes"] = _array(classes, f"{name}: classes")
         table = arrays.checked(given, name)
         own_network = model is not None and not (isinstance(model, str) and ":" not in model)
         images, mode = _channels_first(_pixels(table["x"], own_network))
@@ -83,7 +84,11 @@ class Task:
         if mode is not None:
             how = msgspec.structs.replace(spec.preprocessing, image_mode=mode)
             spec = msgspec.structs.replace(spec, preprocessing=how)
-        user = None if users is None else np.unique(np.asarray(users), return_inverse=True)[1].astype(np.int64)
+        user = (
+            None
+            if users is None
+            else np.unique(_array(users, f"{name}: users"), return_inverse=True)[1].astype(np.int64)
+        )
         if user is not None and user.shape != table["y"].shape:
             raise ConfigError(f"{name}: users must be one per sample, not {user.shape}")
         return cls._made(Pool(images, table["y"], spec, user), model)
@@ -107,10 +112,23 @@ class Task:
         """
         samples: Iterable[Any] = (dataset[i] for i in range(len(dataset))) if hasattr(dataset, "__len__") else dataset
         name = name or type(dataset).__name__
+        if isinstance(dataset, Mapping):
+            raise ConfigError(
+                f"{name} is a dictionary of {', '.join(map(str, dataset))}: give its arrays to Task.from_arrays(x, y)"
+            )
+        samples = iter(samples)
+        first = _first(samples, name)
+        if isinstance(first, Mapping):
+            keys = ", ".join(map(repr, first))
+            raise ConfigError(
+                f"the samples of {name} are dictionaries of {keys}: give pairs, such as "
+                "[(sample[...], sample[...]) for sample in dataset], the input first, then the class number"
+            )
+        samples = chain([first], samples)
         try:
             inputs, labels = zip(*((np.asarray(x), np.asarray(y)) for x, y in samples), strict=True)
             x, y = np.stack(inputs), np.stack(labels)
-        except (TypeError, ValueError, RuntimeError) as error:
+        except FAILURES as error:
             raise ConfigError(f"{name} must give pairs (input, class number) of one shape: {error}") from error
         found = classes if classes is not None else getattr(dataset, "classes", None)
         return cls.from_arrays(x, y, model=model, classes=found, name=name)
@@ -129,6 +147,30 @@ class Task:
         if model is None:
             return cls(pool)
         return cls(replace(pool, spec=with_network(pool.spec, name_of(model))), model)
+
+
+def _first(samples: Iterator[Any], name: str) -> Any:
+    try:
+        return next(samples)
+    except StopIteration:
+        raise ConfigError(f"{name} has no samples") from None
+    except FAILURES as error:
+        raise ConfigError(f"{name} cannot give its first sample: {type(error).__name__}: {error}") from error
+
+
+def _array(values: ArrayLike, what: str) -> NDArray[Any]:
+    """Values in memory as an array.
+
+    Raises:
+        ConfigError: they are none; a tensor must be detached and on the CPU.
+    """
+    try:
+        return np.asarray(values)
+    except FAILURES as error:
+        do = "give all samples one shape"
+        if hasattr(values, "detach"):
+            do = f"give {what.rpartition(' ')[2]}.detach().cpu()"
+        raise ConfigError(f"{what} cannot be made an array: {do} ({error})") from error
 
 
 def name_of(model: object) -> str:

@@ -35,6 +35,18 @@ def test_a_method_with_its_options() -> None:
         "fedepc",
         {"clustering": "k-means", "n_clusters": 4},
     )
+    assert method_and_options("mine.median:Own+ft:a=1") == ("mine.median:Own+ft", {"a": 1})
+
+
+@pytest.mark.parametrize("name", ["port:Own", "here:Own-3", "port:Own+ft"])
+def test_a_method_may_be_in_a_module_without_a_package(name: str) -> None:
+    assert method_and_options(name) == (name, {})
+    assert method_and_options(f"{name}:a=1:b=x") == (name, {"a": 1, "b": "x"})
+
+
+def test_an_option_of_a_known_method_is_no_class() -> None:
+    with pytest.raises(ConfigError, match="an option of a method is NAME=VALUE, not 'k-means'"):
+        method_and_options("fedepc:k-means")
 
 
 def test_methods_and_options_are_checked_by_name_and_value() -> None:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -20,6 +21,7 @@ import torch
 from torch import nn
 
 import fedge
+from coordinator.methods.fedavg import FedAvg
 from coordinator.simulation.run import LOOK_S, run_to_end
 from coordinator.simulation.settings import CompareSettings, SimulationSettings, TuneSettings
 from fedge.errors import ConfigError
@@ -210,11 +212,48 @@ def test_ctrl_c_ends_a_script_and_leaves_nothing(code: str, tmp_path: Path) -> N
         ({"method": "ditto", "options": {"proximal_lamda": 1}}, "did you mean 'proximal_lambda'"),
         ({"alpha": 0.1, "partition": "iid"}, "changes nothing"),
         ({"model": 3}, "a network is a name"),
+        ({"method": 3}, "method: Expected `str`, got `int`"),
+        ({"method": dict}, "is no method: it must be a subclass of coordinator.methods.Method"),
+        ({"optimizer": "adam"}, "unknown key optimizer in the arguments: devices learn by SGD"),
+        ({"loss": "mse"}, "unknown key loss in the arguments: devices learn by cross-entropy; for another loss write"),
+        ({"lr": 0.1}, "unknown key lr in the arguments: it is called learning_rate"),
+        ({"qwertz": 1}, "unknown key qwertz in the arguments"),
     ],
 )
 def test_what_cannot_be_had_is_refused_as_on_the_command_line(arguments: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)):
         fedge.simulate(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            {"seeds": 0},
+            "seeds must be a list, or a text with commas, not 0: write seeds=[3] for this one, seeds=range(3)",
+        ),
+        ({"seeds": [0.5]}, "seeds are whole numbers with commas between them, not '0.5'"),
+        ({"methods": 3}, "methods must be a list"),
+    ],
+)
+def test_several_that_are_no_list_are_refused(arguments: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        fedge.compare(**arguments)
+
+
+class Mine(FedAvg):
+    """A method of a notebook."""
+
+    name = "mine"
+
+
+def test_a_method_may_be_a_class() -> None:
+    given: dict[str, Any] = {"task": "digits", "samples": 90, "devices": 3, "rounds": 1, "local_steps": 1}
+    run = fedge.simulate(method=Mine, **given, progress=None)
+    assert run.method == "mine"
+    assert run.accuracy == fedge.simulate(method="fedavg", **given, progress=None).accuracy
+    table = fedge.compare(methods=[Mine, "fedavg"], seeds=[0], **given, progress=None)
+    assert [own.accuracy.mean for own in table.methods] == [run.accuracy] * 2
 
 
 def test_a_run_that_is_refused_leaves_its_folder_free(tmp_path: Path) -> None:

@@ -125,11 +125,40 @@ def test_what_is_no_network_is_refused(model: object, words: str) -> None:
         (X * np.nan, Y, {}, r"arrays: sample 0, column 0 \(counted from 0\) is nan, not a finite number"),
         (X, Y, {"classes": ["a"]}, "the largest label is 2"),
         (X, Y, {"users": [0, 1]}, "users must be one per sample"),
+        ([[1.0, 2.0], [3.0]], [0, 1], {}, "arrays: x cannot be made an array: give all samples one shape"),
+        (torch.ones(4, 2, requires_grad=True), [0, 1, 0, 1], {}, r"arrays: x .*: give x\.detach\(\)\.cpu\(\)"),
+        (X, torch.ones(len(Y), requires_grad=True), {}, r"arrays: y .*: give y\.detach\(\)\.cpu\(\)"),
     ],
 )
 def test_arrays_that_do_not_fit_are_refused(x: object, y: object, more: dict, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         Task.from_arrays(x, y, **more)
+
+
+class Broken:
+    """A data set whose file is not there."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, i: int) -> None:
+        raise OSError(f"no file {i}")
+
+
+@pytest.mark.parametrize(
+    ("dataset", "words"),
+    [
+        ({"x": X, "y": Y}, r"dict is a dictionary of x, y: give its arrays to Task\.from_arrays\(x, y\)"),
+        ([{"image": X[0], "label": 1}], "the samples of list are dictionaries of 'image', 'label': give pairs"),
+        ([], "list has no samples"),
+        (Broken(), "Broken cannot give its first sample: OSError: no file 0"),
+        ([(X[0], 1, 2)], "list must give pairs"),
+        ([(X[0], 1), (X[0][:1], 1)], "list must give pairs .* of one shape"),
+    ],
+)
+def test_a_data_set_that_gives_no_pairs_is_refused(dataset: object, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Task.from_dataset(dataset)
 
 
 def test_people_are_numbered() -> None:
