@@ -5,11 +5,11 @@
      half of the pool for a sample, denoise ratio 0.2. Differences: a device keeps 15 % for validation, which is not
      used (the guard is off: the specification's figures have none); FedAvg's fine-tuning is 80 steps at most, of the
      whole model, chosen by validation, where the specification has 200 of the head.
-  B  5,000 images of MNIST or Fashion-MNIST, mean-pooled to 14x14, 20 devices, Dirichlet(alpha), or shards of two
-     classes without (S = 0) and with a fifth of the samples dealt evenly (S = 20; there the gate takes the whole pool,
-     as the paper says); the specification has figures for MNIST alone. --full: all 70,000 images at 28x28 and the
-     network with two 5x5 convolutions, 66 steps in a round, an epoch; rounds, rate and network are ours, for the
-     specification has none of the paper's. It wants a GPU; we ran one round on a CPU
+  B  5,000 images of MNIST or Fashion-MNIST, mean-pooled to 14x14, 20 devices, Dirichlet(alpha), which is the paper's
+     S = 0, or a fifth of each class dealt evenly and the rest by Dirichlet(0.1), its S = 20 (there the gate takes the
+     whole pool, as the paper says); the specification has figures for MNIST alone. --full: all 70,000 images at 28x28
+     and the network with two 5x5 convolutions, 66 steps in a round, an epoch; rounds, rate and network are ours, for
+     the specification has none of the paper's. It wants a GPU; we ran one round on a CPU
 
 "base" is the sample-weighted accuracy in per cent on the devices' own test samples; the other columns are the gain on
 it, in points: mean [per seed]; in brackets the specification's. "control" goes on training the base without any pool
@@ -21,7 +21,7 @@ Runs that are done are kept in --out; the same command goes on where it was.
 Examples:
     python benchmarks/papers/pm_moe.py --quick
     python benchmarks/papers/pm_moe.py --settings "digits, alpha 0.1" --seeds 1,2
-    python benchmarks/papers/pm_moe.py --setup B --data DIR --settings "MNIST, S = 0; MNIST, S = 20"
+    python benchmarks/papers/pm_moe.py --setup B --data DIR --settings "MNIST, S = 20"
     python benchmarks/papers/pm_moe.py --setup B --data DIR --full --train-on cuda --out pm-moe-full
 """
 
@@ -51,8 +51,7 @@ FULL = {"model": "cnn_fedavg", "samples": None, "local_steps": 66}
 PARTITIONS = {
     "alpha 0.1": {"alpha": 0.1},
     "alpha 0.5": {"alpha": 0.5},
-    "S = 0": {"partition": "shards"},
-    "S = 20": {"partition": "shards", "iid_share": 0.2},
+    "S = 20": {"alpha": 0.1, "iid_share": 0.2},
 }
 SETUPS: dict[str, dict[str, dict[str, Any]]] = {
     "A": {f"digits, alpha {alpha:g}": A | {"alpha": alpha} for alpha in (0.1, 0.5)},
@@ -156,8 +155,8 @@ def judge(runs: Runs, setting: str) -> list[dict[str, Any]]:
             seen("anchored"),
         ),
         claim(
-            f"{setting}; paper: no base gets worse with the paper's preset",
-            all(mean["paper", base] >= 0 for base in BASES),
+            f"{setting}; paper: no base gets worse with the paper's preset (by more than 0.3 points)",
+            all(mean["paper", base] >= -NOISE for base in BASES),
             seen("paper"),
         ),
         claim(

@@ -177,10 +177,11 @@ def setting_of(scenario: Scenario) -> str:
     """The partition in a few words."""
     how = scenario.partition
     skew = f"α {scenario.alpha:g}"
+    even = f"{scenario.iid_share:.0%} spread evenly"
     words = {
-        "dirichlet": f"Dirichlet, {skew}",
+        "dirichlet": f"Dirichlet, {skew}" + (f", {even}" if scenario.iid_share else ""),
         "groups": f"{scenario.n_groups} groups by {scenario.groups}, {skew}",
-        "shards": f"{scenario.shards} shards, {scenario.iid_share:.0%} spread evenly",
+        "shards": f"{scenario.shards} shards, {even}",
         "natural": "people",
         "iid": "no skew",
         "generated": f"made by number, turned in {scenario.n_groups} groups, {skew}",

@@ -63,7 +63,9 @@ class Partitioning(Struct, frozen=True, kw_only=True):
     ] = "rotation"
     n_groups: Annotated[int, Meta(ge=1), "Planted groups."] = 4
     shards: Annotated[int, Meta(ge=1), "Shards of sorted labels that each device gets."] = 2
-    iid_share: Annotated[float, Meta(ge=0, le=1), "Share of the samples spread evenly before shards."] = 0.0
+    iid_share: Annotated[
+        float, Meta(ge=0, le=1), "Share of the samples spread evenly before, for shards and dirichlet."
+    ] = 0.0
     sizes: Annotated[Sizes, "Quantity skew, for dirichlet, groups and iid."] = "equal"
     size_spread: Annotated[float, Meta(ge=0, le=5), "Its sigma, or the power law's exponent."] = 1.0
     min_samples: Annotated[
@@ -83,7 +85,7 @@ _ONLY_FOR: Final = {
     "groups": ("groups",),
     "n_groups": ("groups", "generated"),
     "shards": ("shards",),
-    "iid_share": ("shards",),
+    "iid_share": ("shards", "dirichlet"),
 }
 """Settings that have an effect only with some partitions."""
 
@@ -144,8 +146,9 @@ def samples_of(how: Partitioning, seed: int, apart: float, limit: int | None = N
 def partition(pool: Pool, n_devices: int, how: Partitioning, *, seed: int, milder: Milder | None = None) -> list[Share]:
     """Partition samples over devices; equal arguments give equal shares.
 
-    "dirichlet": for each class, the devices' shares are drawn from Dirichlet(alpha). "groups": device i is in group i
-    mod n_groups, and shares within a group follow Dirichlet(alpha). Every group gets part of each class, with its
+    "dirichlet": `iid_share` of each class are dealt evenly, and the devices' shares of the rest are drawn from
+    Dirichlet(alpha). "groups": device i is in group i mod n_groups, and shares within a group follow Dirichlet(alpha).
+    Every group gets part of each class, with its
     images turned by 90 degrees x group ("rotation"), or only its own classes ("labels"); with "codes", each device of
     the first group permutes the class labels, so that devices contradict each other. "shards": samples sorted by label,
     `shards` pieces per device, except for `iid_share` of the samples. "natural": one device per person. "iid": no skew.
@@ -198,7 +201,7 @@ def partition(pool: Pool, n_devices: int, how: Partitioning, *, seed: int, milde
             own_classes = bool((portions == 0).any())
             least = how.min_samples
             owner_of_unit = partitioners.by_label(
-                units, portions, group_of, weights, how.alpha, rng, milder, least=least
+                units, portions, group_of, weights, how.alpha, rng, milder, least=least, iid_share=how.iid_share
             )
         owner_of_unit = partitioners.filled_up(
             units, owner_of_unit, group_of, rng, milder, own_classes=own_classes, least=how.min_samples

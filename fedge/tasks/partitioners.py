@@ -81,8 +81,12 @@ def by_label(
     milder: Milder | None = None,
     *,
     least: int = MIN_SAMPLES,
+    iid_share: float = 0.0,
 ) -> Ints:
     """Label skew: each device's share of a class is drawn from Dirichlet(alpha w) within its group.
+
+    `iid_share` of each class are first dealt evenly over the group, in proportion to w: PM-MoE's S = 20 is 0.2, and its
+    S = 0 is 0 (pm_moe.md section 13).
 
     Args:
         units: to assign.
@@ -93,6 +97,7 @@ def by_label(
         rng: of the draw.
         milder: records what minimum sizes took.
         least: minimum number of samples per device.
+        iid_share: in [0, 1].
 
     Returns:
         (U,) device of each unit. A draw that leaves a device below `least` is repeated, up to 100 times, which changes
@@ -105,9 +110,12 @@ def by_label(
             chosen = rng.permutation(np.flatnonzero(units.y == label))
             for group, part in enumerate(_cut(chosen, portions[:, label])):
                 devices = np.flatnonzero(group_of == group)
-                shares = rng.dirichlet(alpha * (weights[devices] / weights[devices].mean()))
-                for device, own in zip(devices, _cut(part, shares), strict=True):
-                    owners[own] = device
+                relative = weights[devices] / weights[devices].mean()
+                n_even = round(iid_share * len(part))
+                shares = rng.dirichlet(alpha * relative)
+                for some, cut in ((part[:n_even], relative / len(devices)), (part[n_even:], shares)):
+                    for device, own in zip(devices, _cut(some, cut), strict=True):
+                        owners[own] = device
         return owners
 
     milder = milder or Milder()
@@ -134,7 +142,7 @@ def evenly(units: Units, weights: Floats, rng: np.random.Generator) -> Ints:
 def shards(units: Units, n_devices: int, per_device: int, iid_share: float, rng: np.random.Generator) -> Ints:
     """Pathological skew: units sorted by label and cut into equal shards, `per_device` for each device.
 
-    `iid_share` of the units, drawn at random, are first dealt evenly: PM-MoE's S = 0 and S = 20 %.
+    `iid_share` of the units, drawn at random, are first dealt evenly.
 
     Source: McMahan et al., AISTATS 2017, §3; with a share of equal data: Karimireddy et al., "SCAFFOLD", ICML
     2020, §7.

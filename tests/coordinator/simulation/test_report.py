@@ -69,6 +69,7 @@ def test_late_joiners_have_a_column_where_there_are_any() -> None:
     ("changes", "words"),
     [
         ({}, "Dirichlet, α 1"),
+        ({"iid_share": 0.2}, "Dirichlet, α 1, 20% spread evenly"),
         ({"partition": "groups", "groups": "labels"}, "4 groups by labels, α 1"),
         ({"partition": "shards", "iid_share": 0.2}, "2 shards, 20% spread evenly"),
         ({"partition": "natural"}, "people"),

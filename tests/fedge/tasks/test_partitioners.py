@@ -91,6 +91,20 @@ def test_sizes_follow_the_weights() -> None:
     assert np.abs(np.bincount(owners) - [500, 1000, 1500]).max() <= 6  # 3 classes, each cut to the nearest sample
 
 
+def test_an_even_share_of_each_class_goes_to_everybody_and_the_rest_is_skewed() -> None:
+    y = np.repeat(np.arange(4), 100)
+    whole, one_group, weights = np.ones((1, 4)), np.zeros(5, np.int64), np.ones(5)
+    owners = by_label(singles(y), whole, one_group, weights, 0.05, rng(), least=1, iid_share=0.2)
+    per_device = np.array([np.bincount(y[owners == i], minlength=4) for i in range(5)])
+    np.testing.assert_array_equal(per_device.sum(axis=0), 100)
+    assert per_device.min() == 4, "a fifth of 100, over five devices"
+    assert (per_device.max(axis=0) > 40).all()
+    plain, none = (by_label(singles(y), whole, one_group, weights, 0.5, rng(), **s) for s in ({}, {"iid_share": 0.0}))
+    np.testing.assert_array_equal(plain, none)
+    equal = by_label(singles(y), whole, one_group, weights, 0.05, rng(), iid_share=1.0)
+    np.testing.assert_array_equal(np.bincount(equal), 80)
+
+
 def test_two_shards_hold_at_most_three_classes_where_a_shard_is_smaller_than_a_class() -> None:
     y = rng().permutation(np.repeat(np.arange(10), 100))
     owners = shards(singles(y), 20, 2, 0.0, rng())
