@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 from sklearn.metrics import adjusted_rand_score
-from table import chosen, claim, compared, parser_of, show, write
+from table import beyond, chosen, claim, compared, parser_of, show, write
 
 from coordinator.simulation.compare import Comparison, MethodOutcome
 from coordinator.simulation.outcome import RunOutcome
@@ -41,6 +41,8 @@ COMMON = {
     "devices": 50, "participation": 0.2, "rounds": 40, "local_steps": 10, "batch_size": 32, "samples": 4000,
     "hardware": "steady", "evaluate_every": 2,
 }  # fmt: skip
+NOISE = 0.01
+"""Differences of accuracy, and of relative time, that mean nothing."""
 FULL = {"samples": None, "rounds": 100, "local_steps": 45, "model": "cnn_fedavg"}
 SETTINGS: dict[str, dict[str, Any]] = {
     f"{title}, {alpha:g}": COMMON | {"set": name, "alpha": alpha}
@@ -58,21 +60,22 @@ def cell(own: MethodOutcome) -> str:
 
 
 def judge(found: dict[str, Comparison]) -> list[dict[str, Any]]:
-    """The paper's claims: better than FedAvg under every skew, and sooner with the bandit."""
+    """The paper's claim, better than FedAvg under every skew; and two questions of ours, which it does not ask."""
     claims = []
     for text, other in (
         ("paper: FedEPC is above FedAvg in every column", "FedAvg"),
-        ("paper: AIDC's clusters are worth more than those of k-means, on average", "FedEPC, k-means"),
+        ("ours: AIDC's clusters are worth more than those of k-means, on average", "FedEPC, k-means"),
     ):
         gains = {name: difference(c, "FedEPC", other) for name, c in found.items()}
-        held = min(gains.values()) > 0 if other == "FedAvg" else sum(gains.values()) > 0
+        told = gains.values() if other == "FedAvg" else [sum(gains.values()) / len(gains)]
+        held = beyond(told, NOISE)
         claims.append(claim(text, held, ", ".join(f"{name} {100 * gain:+.1f}" for name, gain in gains.items())))
     seconds = {name: (taken(c, "FedEPC"), taken(c, "FedEPC, random selection")) for name, c in found.items()}
     known = {name: one / other for name, (one, other) in seconds.items() if one is not None and other is not None}
     claims.append(
         claim(
-            "paper: the bandit gets to the target sooner than random selection, in every column where both get there",
-            bool(known) and max(known.values()) < 1,
+            "ours: the bandit gets to the target sooner than random selection, in every column where both get there",
+            beyond([1 - ratio for ratio in known.values()], NOISE),
             ", ".join(f"{name} x{ratio:.2f}" for name, ratio in known.items()) or "nowhere",
         )
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ METRICS = (
     *("accuracy", "over devices", "worst tenth", "macro F1", "global", "late_joiners"),
     *("rounds", "MB", "seconds", "silhouette"),
 )
+VERDICTS = {True: "held", False: "DID NOT HOLD", None: "undecided, within noise"}
 BARE = {"hardware": "none", "evaluate_every": 1000, "global_test": 0.0}
 MEASURED = {"hardware": "steady", "evaluate_every": None, "global_test": 0.1}
 """With a clock, a curve of ten points, and a global test set, for which the devices have a tenth less."""
@@ -89,7 +90,7 @@ def compared(
     source = source_of(str(fields.pop("set")), arguments.data, arguments.out)
     settings = msgspec.convert(
         {"methods": ",".join(methods), "seeds": arguments.seeds, "jobs": arguments.jobs, "train_on": arguments.train_on}
-        | {"codec": Codec.FLOAT32, "server_data": 0.0}
+        | {"codec": Codec.FLOAT32, "server_data": 0.0, "average": "mean"}  # as the papers have it
         | (MEASURED if arguments.metrics else BARE)
         | source
         | fields
@@ -162,10 +163,23 @@ def show(title: str, columns: Sequence[str], rows: Mapping[str, Sequence[str]]) 
     )
 
 
-def claim(text: str, held: bool, seen: str) -> dict[str, Any]:
-    """Say whether something that was promised was seen."""
-    print(f"- {'held' if held else 'DID NOT HOLD'}: {text} ({seen})", flush=True)
+def claim(text: str, held: bool | None, seen: str) -> dict[str, Any]:
+    """Say whether something that was promised was seen; None: the figures do not tell, see `beyond`."""
+    print(f"- {VERDICTS[held]}: {text} ({seen})", flush=True)
     return {"claim": text, "held": held, "seen": seen}
+
+
+def beyond(gains: Iterable[float], noise: float) -> bool | None:
+    """Whether all gains are above the noise; False: one is below it on the other side; None: neither.
+
+    Example:
+        >>> beyond([0.02, 0.03], 0.01), beyond([0.02, -0.03], 0.01), beyond([0.02, 0.005], 0.01)
+        (True, False, None)
+    """
+    gains = list(gains)
+    if any(gain < -noise for gain in gains):
+        return False
+    return True if gains and all(gain > noise for gain in gains) else None
 
 
 def write(arguments: argparse.Namespace, figures: list[dict[str, Any]], claims: list[dict[str, Any]]) -> None:
