@@ -33,7 +33,7 @@ Examples:
     python benchmarks/default_method.py --data DIR --table hundreds --settings "MNIST, 4 rotations"
     python benchmarks/default_method.py --data DIR --table ablation
     python benchmarks/default_method.py --table ablation --settings "digits, alpha 1" --methods fedge,fedge:rho=0.3
-    python benchmarks/default_method.py --data DIR --methods fedge,benchmarks.default_method:Unclipped
+    python benchmarks/default_method.py --data DIR --methods fedge,benchmarks.default_method:Clipped
     python benchmarks/default_method.py --settings "digits, alpha 1" --rivals-train-on-validation \\
         --methods fedge,dbe,benchmarks.rivals.fedpac:FedPac,benchmarks.rivals.fedala:FedAla+ft
 """
@@ -247,12 +247,12 @@ class NoFinalFit(Ablated):
         return ablated(FitAblatedGate, super().mixture(pool, fitted), refits=False)
 
 
-class Unclipped(Ablated):
-    """With the plain mean: what bounds for hostile devices cost where there are none."""
+class Clipped(Ablated):
+    """With `--average clipped`: what bounds for hostile devices cost where there are none."""
 
     def __init__(self, settings: MethodSettings, server: Server = NO_DATA) -> None:
-        plain = msgspec.structs.replace(settings.protection, average="mean")
-        super().__init__(msgspec.structs.replace(settings, protection=plain), server)
+        bounded = msgspec.structs.replace(settings.protection, average="clipped")
+        super().__init__(msgspec.structs.replace(settings, protection=bounded), server)
 
 
 class NoGuard(Ablated):

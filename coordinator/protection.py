@@ -30,7 +30,9 @@ does not go with all of them."""
 LARGEST_DELTA: Final = 1 / 20
 """Of devices with 20 samples, which is few (`coordinator.samples.FEW`). Each knows itself how many it has."""
 
-AverageRule = Annotated[Rule, "How updates are averaged; clipped: none is longer than twice the cohort's median."]
+AverageRule = Annotated[
+    Rule, "How updates are averaged; clipped: none weighs or moves more than twice the cluster's median."
+]
 HostileShare = Annotated[
     float, Meta(ge=0, lt=0.5), "Share of a cohort that trimmed-mean and multi-krum take to be hostile."
 ]
@@ -60,7 +62,7 @@ class Protection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         ConfigError: both are given, or a setting has no effect.
     """
 
-    average: AverageRule = "clipped"
+    average: AverageRule = "mean"
     hostile: HostileShare = 0.2
     dp_epsilon: DpEpsilon = None
     dp_noise: DpNoise = None

@@ -73,6 +73,10 @@ SCRIPTS = {
     "frameworks.py": Script(
         ("--sizes", "small:4", "--rounds", "2", "--rivals", "plain"), ("fedge", "plain", "ms_per_client")
     ),
+    "honest.py": Script(
+        ("--out", "out", "--methods", "fedavg", "--settings", "power law of 1, iid, half a round", "--seeds", "0,1"),
+        ("power law of 1, iid, half a round", "mean", "clipped"),
+    ),
     "int8.py": Script(("--networks", "mlp,resnet_moe"), ("mlp", "resnet_moe", "latency_int8_ms", "agreement")),
     "independent.py": Script(
         ("--devices", "3", "--rounds", "2", "--samples", "200", "--seeds", "0"),
