@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from coordinator import samples
-from coordinator.checks import Examined, examine, without_profile
+from coordinator.checks import Examined, Samples, a_few, examine, few_of, without_profile
 from coordinator.options import method_and_options, method_options, resolve_options
 from fedge.config import CODE, resolve, settings_options
 from fedge.errors import ConfigError
@@ -49,10 +49,12 @@ def check(
 ) -> int:
     """Find out what would not work with a task and a network, before anything is started.
 
-    Builds the network, gives it inputs of the task's shape, exports it as devices do, and says how much memory a device
-    needs to train it. `simulate` and `coordinator` do the same before they begin. With --data it also reads samples and
-    counts them; DEVICES are further sources, each what one device would read. Folders of images above the class folders
-    count as devices. Remarks: devices with few samples, class folders without images, class names with a typo.
+    Builds the network twice, asks it about a few samples of the task, one alone and several at once, trains it on them,
+    exports it as devices do, and says how much memory a device needs to train it. `simulate`, `compare` and
+    `coordinator` do the same before they begin. What would not work is said in a sentence, with what to do. With --data
+    it also reads samples and counts them; DEVICES are further sources, each what one device would read. Without either
+    inputs are made up. Folders of images above the class folders count as devices. Remarks: a network that ends in
+    softmax, devices with few samples, class folders without images, class names with a typo.
 
     Examples:
       fedge check --task image-folder --data photos
@@ -71,9 +73,15 @@ def check(
 
     task = task_spec(settings.task, settings.data, allow=settings.allow.split(","))
     task = with_network(task, settings.model, settings.weights, settings.adapt)
+
+    def tell(step: str) -> None:
+        click.echo(step, err=True)
+
+    if settings.data is not None or devices:
+        tell("read the samples")
+    few, n_read, counts = _samples(settings, task, devices)
     layout, _ = initial(task, 0)
-    examined = examine(task, layout, lacking, settings.ram_gb)
-    n_read, counts = _samples(settings, task, devices)
+    examined = examine(task, layout, lacking, settings.ram_gb, few, tell)
     folders = [path for path in (settings.data, *devices) if path is not None]
     remarks = (*samples.oddities(counts), *samples.empty_folders(folders))
     examined = msgspec.structs.replace(examined, findings=examined.findings + remarks)
@@ -84,28 +92,30 @@ def check(
     return ConfigError.exit_code if any(finding.stops for finding in examined.findings) else 0
 
 
-def _samples(settings: CheckSettings, task: TaskSpec, devices: tuple[Path, ...]) -> tuple[int, samples.Counts]:
-    """The number of samples that were read, and all samples by device and class.
+def _samples(
+    settings: CheckSettings, task: TaskSpec, devices: tuple[Path, ...]
+) -> tuple[Samples | None, int, samples.Counts]:
+    """A few samples, the number of those that were read, and all by device and class.
 
     Raises:
         ConfigError: they cannot be read, or do not fit the task.
     """
-    from fedge.preprocess import apply
     from fedge.tasks import device_data, pool
 
     if settings.data is not None and settings.task.endswith(".json"):
         devices = devices or (settings.data,)
     if devices:
-        counts = {str(at): samples.by_class(task, device_data(task, at, seed=0).labelled[1]) for at in devices}
-        return sum(sum(of_device.values()) for of_device in counts.values()), counts
+        each = {str(at): device_data(task, at, seed=0).labelled for at in devices}
+        counts = {at: samples.by_class(task, y) for at, (_, y) in each.items()}
+        return a_few(each.values()), sum(len(y) for _, y in each.values()), counts
     if settings.data is None and settings.task != "digits":
-        return 0, {}
+        return None, 0, {}
     of_images = settings.task == "image-folder"
     read = pool(settings.task, settings.data, limit=MANY if of_images else None)
-    apply(task, read.x[:1])
+    in_all = {"": samples.by_class(task, read.y)}
     if of_images and settings.data is not None:
-        return len(read.y), samples.in_folder(settings.data)
-    return len(read.y), {"": samples.by_class(task, read.y)}
+        in_all = samples.in_folder(settings.data)
+    return few_of(read), len(read.y), in_all
 
 
 def _lines(task: TaskSpec, examined: Examined, n_read: int, counts: samples.Counts) -> Iterator[str]:

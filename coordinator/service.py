@@ -181,7 +181,8 @@ def start(
             store.blobs.put(weights.read(frozen.digest))
     known = store.recall("start")
     if known is None:
-        layout, model = first_model(task, settings.seed, without_profile(settings.method, options))
+        lacking = without_profile(settings.method, options)
+        layout, model = first_model(task, settings.seed, lacking, settings.task, settings.data)
         data = encode(unflatten(model, layout), Codec.FLOAT32)
         ref = BlobRef(digest=store.blobs.put(data), size_bytes=len(data))
         known = store.remember("start", msgspec.json.encode((layout, ref)).decode())

@@ -125,11 +125,6 @@ def _export(task: TaskSpec, module: torch.nn.Module) -> onnx.ModelProto:
     from fedge.models import aliases
 
     tensors, other_names = _randomise(module), aliases(module)
-    if taken := sorted(tensors.keys() & {INPUT, LOGITS}):
-        raise ConfigError(
-            f"the network of task {task.name} has a tensor called {' and one called '.join(taken)}, as the input and "
-            f"the output of its graph are ({INPUT}, {LOGITS}): give it another name"
-        )
     sample = torch.zeros(2, *task.input_shape)
     faults = []
     for attempt in (_dynamo, _torchscript):

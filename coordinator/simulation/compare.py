@@ -22,7 +22,7 @@ from coordinator.methods import Server, make
 from coordinator.options import check, method_and_options
 from coordinator.simulation.federation import partition_samples
 from coordinator.simulation.outcome import Cost, RunOutcome, cost_of, data_frame
-from coordinator.simulation.run import LOOK_S, Watch, require_wanted, simulate
+from coordinator.simulation.run import LOOK_S, Watch, require_wanted, simulate, try_network
 from coordinator.simulation.settings import CompareSettings, Scenario
 from fedge.child import Child, DiedError
 from fedge.errors import ConfigError, FedgeError, FruitlessError, StoreError, failing_as
@@ -203,7 +203,7 @@ def compare(settings: CompareSettings, out: Path, watch: Watch) -> Comparison:
     if missing:
         if settings.engine == "local":
             torch_device(scenario.train_on)
-        begin(scenario, {run.method for run in missing}, seeds[0])
+        begin(scenario, {run.method for run in missing}, seeds[0], watch)
     make_folder(out / "runs")  # else the failure would show only after the first run
     jobs = settings.jobs or (os.cpu_count() or 1 if scenario.train_on is Processor.CPU else 1)  # memory of the GPU
     on_ray = settings.engine == "ray"
@@ -237,8 +237,8 @@ def methods_of(settings: CompareSettings) -> tuple[str, ...]:
     return methods
 
 
-def begin(scenario: Scenario, methods: Collection[str], seed: int) -> None:
-    """Build each method once, so that a comparison with an impossible one fails before it begins.
+def begin(scenario: Scenario, methods: Collection[str], seed: int, watch: Watch) -> None:
+    """Try the network and build each method once, so that a comparison with an impossible one fails before it begins.
 
     Raises:
         ConfigError: the data, an option or the network does not suit a method; the text names it.
@@ -249,6 +249,7 @@ def begin(scenario: Scenario, methods: Collection[str], seed: int) -> None:
         with failing_as(ConfigError, text, on=ConfigError):
             method = make(name, scenario.for_method(seed, options), Server(federation.task, federation.server_data))
             method.begin(federation.layout, BlobRef(digest="0" * 64, size_bytes=1))
+    try_network(federation, "", watch)
 
 
 def seeds_of(settings: CompareSettings) -> tuple[int, ...]:

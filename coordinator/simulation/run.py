@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -15,7 +16,7 @@ import msgspec
 import numpy as np
 import torch
 
-from coordinator.checks import Finding, examine, require_sound, without_profile
+from coordinator.checks import N_SAMPLES, Finding, a_few, examine, require_sound, without_profile
 from coordinator.fleet.problems import reasons_of, told
 from coordinator.fleet.simulated import Execute, SimulatedFleet
 from coordinator.methods import Method, Option, Server, State, make
@@ -37,6 +38,8 @@ QUIET_S: Final = 10.0
 """A round without a point of the curve is told if nothing was told for so long."""
 LOOK_S = 0.1
 """Pause between two looks at work in a thread."""
+LARGE: Final = 500_000
+"""Weights of a network from which it is told what is tried with it: of a smaller one that is soon over."""
 Watch = Callable[[str], None]
 """Called with lines of progress."""
 
@@ -75,10 +78,9 @@ def simulate(
     watch("sharing out the samples, and checking the network")
     federation = partition_samples(scenario, seed)
     made = make(method, scenario.for_method(seed, options), Server(federation.task, federation.server_data))
-    examined = examine(federation.task, federation.layout, without_profile(method, options))
-    require_sound(examined.findings)
     _require_delta(federation, made.settings.protection)
-    for finding in (*examined.findings, *_missing(federation)):
+    try_network(federation, without_profile(method, options), watch)
+    for finding in _missing(federation):
         watch(f"note: {finding}")
     outcome = run_on(federation, made, scenario, seed, home, label, watch, on, track)
     return msgspec.structs.replace(outcome, wall_s=round(time.perf_counter() - began, 3))
@@ -193,6 +195,23 @@ def of_bundles(final: Mapping[str, DeviceOutcome]) -> str:
     accuracy = np.mean([device.score.accuracy for device in having if not device.late_joiner] or [np.nan])
     whose = f"the bundles of {len(having)} of {len(final)} devices" if why else "the devices' bundles"
     return f"{whose}  accuracy {accuracy:.3f}" + (f"  without one: {why}" if why else "")
+
+
+def try_network(federation: Federation, lacking: str, watch: Watch) -> None:
+    """Tell what users should know about the network before it is trained; `lacking`: see `without_profile`.
+
+    Raises:
+        ConfigError: a run would be useless.
+    """
+    data = federation.data
+    examined = examine(
+        *(federation.task, federation.layout, lacking),
+        samples=a_few(data[i].labelled for i in islice(data, N_SAMPLES)),
+        tell=lambda step: watch(f"check: {step}") if federation.layout.n_params >= LARGE else None,
+    )
+    require_sound(examined.findings)
+    for finding in examined.findings:
+        watch(f"note: {finding}")
 
 
 def _missing(federation: Federation) -> list[Finding]:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from fedge.bundle import INPUT, LOGITS
 from fedge.errors import ConfigError
 from fedge.loading import FAILURES, load_object, reason_of
 from fedge.models import torchvision_ops
@@ -78,22 +79,35 @@ def require_usable(module: nn.Module, task: TaskSpec) -> None:
     """Refuse a network whose tensors cannot be sent, averaged and put back by name.
 
     Raises:
-        ConfigError: it is scripted or compiled, or a tensor has no shape yet, no elements, or a wrong type.
+        ConfigError: it is scripted or compiled, or a tensor has no shape yet, no elements, a wrong type, a name that
+            graphs use, or its memory in common with another, or is not in main memory.
     """
     for name, layer in module.named_modules():
         if (maker := _maker_of(layer)) is not None:
             what = f"its layer {name}" if name else "it"
             raise ConfigError(f"{task.model}: {what} was made by {maker}: give the torch.nn.Module that it was made of")
+    places: dict[int, str] = {}
     for name, tensor in state(module):
-        if nn.parameter.is_lazy(tensor):
-            do = "name the sizes, as in torch.nn.Linear(64, 32) instead of LazyLinear(32)"
-            raise ConfigError(f"{task.model}: tensor {name} is lazy, it has no shape before the first input: {do}")
-        if not tensor.numel():
-            raise ConfigError(
-                f"{task.model}: tensor {name} of shape {tuple(tensor.shape)} has no elements: leave it out, or check "
-                "the sizes that the network is given"
-            )
-        _info(name, tensor, "")
+        if (fault := _fault(name, tensor)) is not None:
+            raise ConfigError(f"{task.model}: tensor {name} {fault}")
+        if (other := places.setdefault(tensor.data_ptr(), name)) != name:
+            do = "assign the parameter itself, as in self.b.weight = self.a.weight, or copy it with clone()"
+            raise ConfigError(f"{task.model}: tensors {other} and {name} share their memory, but are two: {do}")
+
+
+def _fault(name: str, tensor: torch.Tensor) -> str | None:
+    """What is wrong with a tensor, and what to do; None: nothing. Raises ConfigError if it has a wrong type."""
+    if nn.parameter.is_lazy(tensor):
+        do = "name the sizes, as in torch.nn.Linear(64, 32) instead of LazyLinear(32)"
+        return f"is lazy, it has no shape before the first input: {do}"
+    if not tensor.numel():
+        return f"of shape {tuple(tensor.shape)} has no elements: leave it out, or check the sizes of its layer"
+    if tensor.device.type != "cpu":
+        return f"is on {tensor.device}: make the network on the cpu; --train-on says where it learns"
+    if name in {INPUT, LOGITS}:
+        return f"is called as the input or the output of graphs ({INPUT}, {LOGITS}): give it another name"
+    _info(name, tensor, "")
+    return None
 
 
 def _maker_of(layer: nn.Module) -> str | None:

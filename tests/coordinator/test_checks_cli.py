@@ -83,3 +83,72 @@ def test_data_that_are_not_there_are_told_with_where_it_looked(
     ):
         assert main(["check", "--task", "image-folder", "--data", data]) == 2
         assert told in capsys.readouterr().err
+
+
+TASK_OF_TOKENS = """
+import numpy as np
+from torch import nn
+
+from fedge.task import TaskSpec
+from fedge.tasks import DeviceData
+
+
+class Tokens:
+    def spec(self, data):
+        return TaskSpec(name="tokens", classes=("no", "yes"), input_shape=(5,), model="task_of_tokens:Net")
+
+    def device_data(self, source, *, seed):
+        x = np.random.default_rng(seed).integers(0, 30, (40, 5)).astype(np.float32)
+        return DeviceData.of(x, (x[:, 0] > 14).astype(np.int64), seed=seed)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.relu, self.last = nn.Embedding(30, 4), nn.ReLU(), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.last(self.relu(self.words(x.long()).mean(1)))
+"""
+
+
+def test_a_task_of_ones_own_is_tried_with_its_own_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "task_of_tokens.py").write_text(TASK_OF_TOKENS)
+    (tmp_path / "words").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    words = ["check", "--task", "task_of_tokens:Tokens"]
+    for more in (["--data", str(tmp_path / "words")], [str(tmp_path / "words")], []):
+        assert main([*words, *more]) == 0
+        told = capsys.readouterr()
+        assert "WRONG" not in told.out
+        assert told.out.count("remark") == 0
+        assert told.err.splitlines()[-3:] == [
+            "build the network, and ask it about a few samples",
+            "train the network on these samples",
+            "export the network to ONNX, which takes a minute or more with a large one",
+        ]
+
+
+def test_check_says_the_same_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The graph that is kept on disk held the first build's numbers, so the first run had nothing to say."""
+    (tmp_path / "net_with_a_list.py").write_text(
+        "from torch import nn\n"
+        "class Net(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.layers, self.last = [nn.Linear(64, 8), nn.ReLU()], nn.Linear(8, 10)\n"
+        "    def forward(self, x):\n"
+        "        return self.last(self.layers[1](self.layers[0](x.flatten(1))))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    told = []
+    for _ in range(2):
+        assert main(["check", "--task", "digits", "--model", "net_with_a_list:Net"]) == 2
+        told.append(capsys.readouterr().out)
+    assert "WRONG" in told[0]
+    assert "since no state dict has layers[0].weight, layers[0].bias" in told[0]
+    assert told[0] == told[1]

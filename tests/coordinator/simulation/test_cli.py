@@ -142,6 +142,28 @@ def test_a_task_and_a_network_of_the_users_own(
         assert "error: broken_network:network fails with KeyError: 'weights'" in capfd.readouterr().err
 
 
+def test_a_network_that_cannot_learn_is_refused_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The coordinator installed its random weights as bundles, and `simulate` called them 26.5 % accurate."""
+    (tmp_path / "two_heads.py").write_text(
+        "from torch import nn\n"
+        "class Net(nn.Linear):\n"
+        "    def __init__(self): super().__init__(64, 10)\n"
+        "    def forward(self, x):\n"
+        "        y = super().forward(x.flatten(1))\n"
+        "        return (y, y) if self.training else y\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("simulate", "compare"):
+        assert main([name, "--model", "two_heads:Net", "--out", str(tmp_path / name)]) == 2
+        told = capfd.readouterr()
+        last = told.err.splitlines()[-1]
+        assert last.startswith("error: in training mode the network returns a tuple of 2, no tensor: let forward")
+        assert "Traceback" not in told.err
+        assert told.out == ""
+
+
 def test_options_come_from_the_table_of_the_method(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "fedge.toml"
     config.write_text('[simulate]\nmethod = "fedprox"\n[method]\nproximal_mu = -1.0\n')
@@ -173,7 +195,7 @@ def test_ctrl_c_is_clean(tmp_path: Path) -> None:
         command, stderr=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": str(tmp_path)}
     ) as run:
         assert run.stderr is not None
-        assert "round 0" in run.stderr.readline()
+        assert any("round 0" in line for line in iter(run.stderr.readline, ""))
         assert "round 2" in run.stderr.readline()
         run.send_signal(signal.SIGINT)
         assert run.wait(timeout=300) == 130

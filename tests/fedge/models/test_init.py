@@ -132,6 +132,18 @@ def not_finite() -> nn.Module:
     return net
 
 
+def sharing() -> nn.Module:
+    net = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3))
+    net[1].weight.data = net[0].weight.data
+    return net
+
+
+def named(name: str) -> nn.Module:
+    net = Early()
+    net.register_buffer(name, torch.zeros(3))
+    return net
+
+
 def exits() -> nn.Module:
     raise SystemExit("no licence")
 
@@ -146,6 +158,10 @@ def exits() -> nn.Module:
         (lambda: nn.Sequential(nn.Linear(6, 3), nn.ParameterList([torch.zeros(0, 4)])), "shape (0, 4) has no elements"),
         (lambda: Early().double(), "tensor head.weight is torch.float64; a network may have float32"),
         (lambda: nn.Sequential(nn.Linear(6, 3), nn.Embedding(3, 2)).half(), "tensor 0.weight is torch.float16"),
+        (sharing, "tensors 0.weight and 1.weight share their memory, but are two: assign the parameter itself"),
+        (lambda: nn.Linear(6, 3, device="meta"), "tensor weight is on meta: make the network on the cpu"),
+        (lambda: named("x"), "tensor x is called as the input or the output of graphs (x, logits): give it another"),
+        (lambda: named("logits"), "tensor logits is called as the input or the output of graphs"),
         (not_finite, "begins with NaN or infinity in head.bias: initialise these weights"),
         (exits, "fails with SystemExit: no licence (test_init.py, line"),
     ],
