@@ -50,7 +50,7 @@ from fedge.errors import ProtocolError, StoreError, TooLargeError, TransportErro
 from fedge.files import BlobFolder, sync
 from fedge.messages import BlobRef, Want, decode, encode
 from fedge.topics import Topics
-from fedge.transport import LARGE_CHUNK, PACKET_OVERHEAD, Inbound, Transport
+from fedge.transport import LARGE_CHUNK, PACKET_OVERHEAD, SMALL_CHUNK, Inbound, Transport
 
 log = logging.getLogger("fedge.transfer")
 
@@ -70,6 +70,9 @@ TOTAL_ASK_BYTES: Final = 32 * 1024 * 1024
 STALL_S: Final = 3.0
 """No new chunk for so long: what was asked for is lost. Doubles up to `STALL_CAP_S` where chunks need longer."""
 STALL_CAP_S: Final = 12.0
+STEP_BYTES: Final = SMALL_CHUNK
+"""So many new bytes, or all that was asked for, count as progress. Fewer do not: on a broker that admits everybody, a
+stranger who sends a byte now and then would keep a receiver from asking again for what was lost."""
 ANSWER_CAP_S: Final = 30.0
 """Where many transfers share a broker or a sender, each waits for its turn: nothing counts as lost before twice the
 time that answers take just now, but after so long in any case."""
@@ -169,6 +172,7 @@ class Receiving:
         self._missing = Ranges([(0, size_bytes)])
         self._asked = Ranges()
         self._unsafe_bytes = 0
+        self._since_step = 0
         self._ask_bytes = ASK_BYTES
         for start, end in have:
             self._missing.remove(start, end)
@@ -208,8 +212,15 @@ class Receiving:
     def stored(self, start: int, end: int) -> None:
         """Mark [start, end), which had arrived, as stored."""
         self._unsafe_bytes -= end - start
+        self._since_step += end - start
         self._asked.remove(start, end)
         self._ask_bytes = min(ASK_BYTES, self._ask_bytes * 2)
+
+    def advanced(self) -> bool:
+        """Whether a step was stored since the last time that this was so."""
+        if found := self._since_step >= STEP_BYTES or not self._asked:
+            self._since_step = 0
+        return found
 
     def ask(self, budget: int, max_ranges: int = MAX_RANGES) -> tuple[Range, ...]:
         """The ranges to request now, in order: none while at least half of this fetch's allowance is under way.
@@ -554,7 +565,11 @@ class Receiver:
                 self._fetches.discard(fetch)
                 part.close()  # its content stays for the next receiver
                 await self._transport.unsubscribe(chunks)
-        raise ProtocolError("digest", f"{ref.digest} is not what {device_id} sent, {MAX_ATTEMPTS} times")
+        raise ProtocolError(
+            "digest",
+            f"{ref.digest} is not what came, {MAX_ATTEMPTS} times; where the broker admits everybody, anybody can send "
+            "such chunks: give it certificates (fedge provision)",
+        )
 
     async def _transfer(self, fetch: _Fetch, chunks: str, wants: str, device_id: str, patience_s: float) -> None:
         if fetch.receiving.complete:
@@ -564,6 +579,8 @@ class Receiver:
         await asyncio.gather(self._transport.subscribe(chunks, fetch.on_chunk), ask())
         while not fetch.receiving.complete:
             await fetch.wait(connected=self._transport.connected)
+            if fetch.wrong and fetch.quiet_s and fetch.receiving.missing == ((0, fetch.ref.size_bytes),):
+                return  # it came whole, and was never right
             if fetch.quiet_s >= patience_s:
                 raise ProtocolError("stalled", f"nothing of {fetch.ref.digest} came for {fetch.quiet_s:.0f} s")
             await ask()
@@ -621,16 +638,26 @@ class _Fetch:
         self.quiet_s = 0.0
         """For how long nothing new has come although the broker was there."""
         self.asked_at: float | None = None
+        self.wrong = False
+        """Whether the whole blob came in one chunk and was not right: that is known at once, and changes nothing."""
         self._pace = pace
         self._part = part
         self._failure: OSError | None = None
 
     async def on_chunk(self, message: Inbound) -> None:
         """Store a chunk; its topic ends in the byte offset."""
+        if message.retained:  # no sender of ours does that, and it would come again at each attempt
+            return
         level = message.topic.rpartition("/")[2]
         if not (level.isascii() and level.isdigit() and len(level) < 16):
             raise ProtocolError("malformed", f"{level!r} is not a byte offset")
         offset = int(level)
+        if (
+            len(message.payload) == self.ref.size_bytes
+            and hashlib.sha256(message.payload).hexdigest() != self.ref.digest
+        ):
+            self.wrong = True
+            return
         pieces = self.receiving.arrived(offset, len(message.payload))
         if not pieces or self._failure is not None:
             return
@@ -641,6 +668,8 @@ class _Fetch:
         else:
             for start, end in pieces:
                 self.receiving.stored(start, end)
+        if not self.receiving.advanced() and self._failure is None:
+            return
         self.quiet_s = 0.0
         if self.asked_at is not None:
             self._pace.note(time.monotonic() - self.asked_at)

@@ -34,6 +34,7 @@ from fedge.transfer import (
     PART_KEPT_S,
     SENT_BLOBS,
     STALL_CAP_S,
+    STEP_BYTES,
     Ranges,
     Receiver,
     Receiving,
@@ -129,6 +130,20 @@ def test_after_a_stall_it_begins_with_one_chunk_and_grows_again():
     for _ in range(10):
         receiving.stalled()
     assert receiving.patience_s == STALL_CAP_S
+
+
+def test_a_few_bytes_are_no_progress():
+    receiving = Receiving(ASK_BYTES)
+    receiving.ask(ASK_BYTES)
+    for length, advanced in ((1, False), (STEP_BYTES - 2, False), (1, True), (STEP_BYTES - 1, False), (1, True)):
+        start = receiving.missing[0][0]
+        receiving.arrived(start, length)
+        receiving.stored(start, start + length)
+        assert receiving.advanced() is advanced
+    start = receiving.missing[0][0]
+    receiving.arrived(start, ASK_BYTES - start)
+    receiving.stored(start, ASK_BYTES)
+    assert receiving.advanced(), "all that was asked for"
 
 
 def test_resumes_with_what_is_missing():
@@ -683,6 +698,60 @@ async def test_lost_want_is_asked_again(broker, tmp_path):
     link = transport(broker, "agent")
     receiver = Receiver(link, BlobFolder(tmp_path / "down"))
     async with serving(broker, up, lose={0, 1}), link:
+        assert (await fetch(receiver, a_ref(data))).read_bytes() == data
+
+
+@pytest.mark.usefixtures("stalls_soon")
+async def test_lost_bytes_are_asked_for_again_while_a_stranger_sends_a_few(broker, tmp_path):
+    data = os.urandom(300_000)
+    up = BlobFolder(tmp_path / "up")
+    up.put(data)
+    link, stranger = transport(broker, "agent"), transport(broker, "stranger")
+    receiver = Receiver(link, BlobFolder(tmp_path / "down"))
+
+    async def trickle() -> None:
+        for offset in range(1, len(data), 2):
+            await stranger.publish(TOPICS.model_chunk(digest_of(data), offset), data[offset : offset + 1])
+            await asyncio.sleep(0.05)
+
+    async with serving(broker, up, lose={0, 1}), link, stranger:
+        sending = asyncio.create_task(trickle())
+        assert (await fetch(receiver, a_ref(data))).read_bytes() == data
+        sending.cancel()
+
+
+async def test_a_blob_of_one_chunk_comes_whoever_sends_wrong_ones(mosquitto, tmp_path):
+    data = os.urandom(100_000)
+    up = BlobFolder(tmp_path / "up")
+    up.put(data)
+    link, stranger = transport(mosquitto, "agent"), transport(mosquitto, "stranger")
+    receiver = Receiver(link, BlobFolder(tmp_path / "down"))
+    topic, wrong = TOPICS.model_chunk(digest_of(data), 0), asyncio.Event()
+
+    async def flood() -> None:
+        await stranger.publish(topic, bytes(100_000), retain=True)
+        while True:
+            await stranger.publish(topic, os.urandom(100_000))
+            wrong.set()
+
+    async with link, stranger:
+        sending = asyncio.create_task(flood())
+        async with asyncio.timeout(WAIT_S):
+            await wrong.wait()
+        async with serving(mosquitto, up):
+            assert (await fetch(receiver, a_ref(data))).read_bytes() == data
+        sending.cancel()
+
+
+async def test_what_a_stranger_has_the_broker_retain_is_no_chunk(mosquitto, tmp_path):
+    data = os.urandom(600_000)
+    up = BlobFolder(tmp_path / "up")
+    up.put(data)
+    link, stranger = transport(mosquitto, "agent"), transport(mosquitto, "stranger")
+    receiver = Receiver(link, BlobFolder(tmp_path / "down"))
+    async with serving(mosquitto, up), link, stranger:
+        await stranger.publish(TOPICS.model_chunk(digest_of(data), 0), bytes(1000), retain=True)
+        await stranger.publish(TOPICS.model_chunk(digest_of(data), 599_000), bytes(1000), retain=True)
         assert (await fetch(receiver, a_ref(data))).read_bytes() == data
 
 
