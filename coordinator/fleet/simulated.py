@@ -11,7 +11,8 @@ import heapq
 import logging
 import math
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
@@ -37,7 +38,7 @@ from fedge.files import volatile
 from fedge.malloc import tune_malloc
 from fedge.messages import MAX_LEFT_S, BlobRef, Codec, Context, Order, blobs_of, shared_bases, way_to
 from fedge.models.training import flops, shared_network
-from fedge.step import Action, Refusal, Reveals, body_of, outcome_of
+from fedge.step import Action, Failed, Refusal, Reveals, body_of, outcome_of
 from fedge.task import TaskSpec
 from fedge.tasks import DeviceData
 from fedge.tensors import Layout, Model, Tensors, digest_of, to_pieces, unflatten, views_of
@@ -51,6 +52,8 @@ log = logging.getLogger("fedge.coordinator")
 LATE: Final = "no answer before the deadline"
 SILENT: Final = "it did not answer"
 ABSENT: Final = "it was not asked: it was not there, or in quarantine"
+MAX_LOGGED: Final = 100
+"""Kinds of failures that are logged."""
 GIVEN_UP_S: Final = 60.0
 """Time after which an unanswered order is given up without a deadline, as in a stream: the coordinator's default."""
 INSTANT: Final = Hardware()
@@ -112,6 +115,34 @@ class _Known:
     n_shared: int
     n_train: int
     n_val: int
+
+
+class _Tracebacks(logging.Filter):
+    """Has each traceback of the devices logged once, not for each device and round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen = set[str]()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether it is new, or no traceback."""
+        if not record.exc_info:
+            return True
+        error = record.exc_info[1]
+        kind = f"{type(error).__name__}: {error}"
+        new = kind not in self._seen and len(self._seen) < MAX_LOGGED
+        self._seen.add(kind)
+        return new
+
+    @contextmanager
+    def once(self) -> Iterator[None]:
+        """While the devices are at work in this process."""
+        theirs = logging.getLogger("fedge.agent")
+        theirs.addFilter(self)
+        try:
+            yield
+        finally:
+            theirs.removeFilter(self)
 
 
 class SimulatedFleet(Fleet):
@@ -178,6 +209,8 @@ class SimulatedFleet(Fleet):
         self._there_in = -1  # the round of `_there`
         self.offences: dict[tuple[str, int, str], Offence] = {}
         self.problems: dict[str, Problem] = {}
+        self._tracebacks = _Tracebacks()
+        self._logged: set[tuple[str, str]] = set()  # label and reason of failures
         self._waiting: list[_Asked] = []  # streamed orders not carried out yet
         self._under_way: list[_UnderWay] = []  # heap of answers to streamed orders
 
@@ -330,7 +363,7 @@ class SimulatedFleet(Fleet):
         answers: dict[str, Answer] = {}
         for i in sorted(actions):
             if i in refused:
-                self._note_refusal(i, refused[i])
+                self._note_refusal(i, label, refused[i])
                 answers[i] = Answer(i, refused[i], 0.0, self.round)
             elif i not in present or self._drops(label, i):
                 self._note_problem(i, SILENT)
@@ -353,7 +386,7 @@ class SimulatedFleet(Fleet):
     def _carried_out(self, asked: Sequence[_Asked], deadline_s: float | None = None) -> list[Answer]:
         """The raw results of the orders, in order."""
         finished: list[Finished] = []
-        with volatile(), in_one_process(self._room()):
+        with volatile(), in_one_process(self._room()), self._tracebacks.once():
             for first in range(0, len(asked), AT_ONCE):
                 lot = asked[first : first + AT_ONCE]
                 finished += self._execute([self._job(each) for each in lot])
@@ -389,7 +422,7 @@ class SimulatedFleet(Fleet):
             self.accuse(device_id, error)
             return Answer(device_id, None, taken, number)
         if isinstance(result, Refusal):
-            self._note_refusal(device_id, result)
+            self._note_refusal(device_id, asked.order.label, result)
         self._blobs |= finished.blobs
         self._blobs |= finished.unpacked
         if isinstance(finished, FinishedElsewhere):
@@ -503,8 +536,13 @@ class SimulatedFleet(Fleet):
         problem = self.problems.get(device_id)
         return problem.reason if problem is not None and problem.round == self.round else ABSENT
 
-    def _note_refusal(self, device_id: str, refusal: Refusal) -> None:
-        self._note_problem(device_id, f"{outcome_of(refusal)}: {refusal.reason or refusal.why.words}")
+    def _note_refusal(self, device_id: str, label: str, refusal: Refusal) -> None:
+        """Note why a device did not do it; a failure of one kind is logged once, not for each device and round."""
+        why = refusal.reason or refusal.why.words
+        self._note_problem(device_id, f"{outcome_of(refusal)}: {why}")
+        if isinstance(refusal, Failed) and (label, why) not in self._logged and len(self._logged) < MAX_LOGGED:
+            self._logged.add((label, why))
+            log.warning("event=order_failed device=%s round=%d label=%s reason=%r", device_id, self.round, label, why)
 
     def _note_problem(self, device_id: str, reason: str) -> None:
         self.problems[device_id] = Problem(round=self.round, reason=reason)

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -293,9 +293,7 @@ def run_to_end(work: Coroutine[Any, Any, T]) -> T:
 
     Ctrl-C, or cancelling the waiting task, cancels the work, which has ended when this returns.
     """
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
+    if not in_a_loop():
         return asyncio.run(work)
     stopped = threading.Event()
 
@@ -316,6 +314,14 @@ def run_to_end(work: Coroutine[Any, Any, T]) -> T:
             return running.result()
         finally:
             stopped.set()
+
+
+def in_a_loop() -> bool:
+    """Whether an event loop is running in this thread."""
+    with suppress(RuntimeError):
+        asyncio.get_running_loop()
+        return True
+    return False
 
 
 def require_wanted() -> None:

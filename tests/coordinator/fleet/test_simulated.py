@@ -5,6 +5,7 @@ import pytest
 
 from coordinator.fleet import Answer, clock, order_for, simulated
 from coordinator.fleet.devices import PI_4, Hardware, mixed
+from coordinator.fleet.problems import Problem
 from coordinator.fleet.simulated import GIVEN_UP_S, SimulatedFleet
 from coordinator.methods import MethodSettings
 from coordinator.methods.fedavg import FedAvg
@@ -13,11 +14,11 @@ from edge_agent.batched import one_by_one
 from edge_agent.device import CACHED_MODELS, Fetch
 from edge_agent.worker import Finished, Worker
 from fedge import codec
-from fedge.errors import ProtocolError
-from fedge.messages import Codec, Order
+from fedge.errors import FruitlessError, ProtocolError
+from fedge.messages import Codec, Order, Why
 from fedge.models import initial
 from fedge.sgd import Sgd
-from fedge.step import Action, Declined
+from fedge.step import Action, Declined, Failed
 from fedge.steps.describe_labels import DescribeLabels, LabelsDescribed
 from fedge.steps.train import Start, Train, Trained
 from fedge.steps.trial import Trial, Tried
@@ -284,3 +285,36 @@ async def test_a_result_that_does_not_answer_is_none_as_over_mqtt(tmp_path) -> N
     answers = await fleet.run("labels", dict.fromkeys(("d00", "d01"), DescribeLabels()))
     assert isinstance(answers["d00"].result, LabelsDescribed)
     assert answers["d01"].result is None
+
+
+async def test_a_traceback_is_logged_once_and_is_of_the_users_code_alone(tmp_path, caplog) -> None:
+    fleet, layout, first, _ = digits(tmp_path, n=3, model="tests.support.networks:Tiring")
+    method = FedAvg(MethodSettings(rounds=3, sgd=Sgd(steps=20)))
+    with pytest.raises(FruitlessError, match="it is tired"):
+        await run(method, method.init(layout, first), fleet)
+    assert sum("Traceback" in line for line in caplog.text.splitlines()) == 1
+    assert "During handling" not in caplog.text
+
+
+class Failing(Worker):
+    """Its steps raise what is no traceback: only a real agent logged it."""
+
+    def execute(self, order: Order, fetch: Fetch, *, stop: Stop = never, action: Action | None = None) -> Finished:
+        return Finished(Failed(why=Why.UNFIT, reason=f"a step of {order.label} cannot do this"))
+
+
+async def test_a_failure_of_each_kind_is_logged_once_and_noted_for_each_device(tmp_path, caplog) -> None:
+    made, layout, first, _ = digits(tmp_path, n=4)
+    workers = {i: Failing(i, made.task, own.data, tmp_path / i) for i, own in made.workers.items()}
+    fleet = SimulatedFleet(made.task, layout, workers, seed=0, execute=one_by_one)
+    order = Train(starts=(Start(model=first),), sgd=Sgd(steps=2))
+    for fleet.round in (1, 2):
+        await fleet.run("train", dict.fromkeys(workers, order))
+    await fleet.run("labels", dict.fromkeys(workers, DescribeLabels()))
+    told = [line.getMessage() for line in caplog.records if "order_failed" in line.getMessage()]
+    assert told == [
+        "event=order_failed device=d00 round=1 label=train reason='a step of train cannot do this'",
+        "event=order_failed device=d00 round=2 label=labels reason='a step of labels cannot do this'",
+    ]
+    assert set(fleet.problems.values()) == {Problem(round=2, reason="failed: a step of labels cannot do this")}
+    assert fleet.problems.keys() == workers.keys()
