@@ -42,7 +42,9 @@ class _Known:
     status: Status
     context: Context | None = None
     ahead_s: float = 0.0  # relative to our clock
+    began_at: float = 0.0  # when this incarnation was heard first, by our clock
     before: str = ""  # the previous incarnation
+    before_at: float = 0.0  # when that one was
     twice: bool = False  # two agents use this device's name
     seen_at: float = 0.0  # by our clock
 
@@ -74,11 +76,11 @@ class Registry:
         self._left_out: frozenset[str] = frozenset()
         self._changed = asyncio.Event()
 
-    def on_status(self, topic_id: str, status: Status) -> bool:
+    def on_status(self, topic_id: str, status: Status, now: float = 0.0) -> bool:
         """Process a birth or death; True if the device is there (again) and may lack what it was sent before.
 
         That may happen without a new incarnation, if its connection or ours was lost. A status that only announces a
-        new bundle does not count.
+        new bundle does not count. `now`: seconds since the epoch by our clock.
 
         Raises:
             ProtocolError: `foreign-id`, `no-relays`, `task-mismatch` or `too-many-devices`; nothing changed.
@@ -104,12 +106,14 @@ class Registry:
         another = before is not None and status.incarnation != before.status.incarnation
         if before and another and status.presence is Presence.OFFLINE and not before.twice:
             return False  # the last will of an earlier life
-        self._known[topic_id] = known = _Known(status)
+        self._known[topic_id] = known = _Known(status, began_at=now)
         if before is None:
             self._recall(topic_id, known)
         else:
             known.context, known.ahead_s, known.seen_at = before.context, before.ahead_s, before.seen_at
             known.before = before.status.incarnation if another else before.before
+            known.before_at = before.began_at if another else before.before_at
+            known.began_at = now if another else before.began_at
             known.twice = status.incarnation == before.before or (before.twice and not another)
         self._changed.set()
         if before and before.status != status and _but_for_news(before.status, status):
@@ -188,6 +192,11 @@ class Registry:
         """Whether two agents use this device's name: one returned after the other had come."""
         known = self._known.get(device_id)
         return known is not None and known.twice
+
+    def twins(self, device_id: str) -> dict[str, float]:
+        """The last two incarnations of this device, the present one first, and when each was heard first."""
+        known = self._known[device_id]
+        return {known.status.incarnation: known.began_at} | ({known.before: known.before_at} if known.before else {})
 
     def doubt(self, device_id: str) -> None:
         """Note an outdated message from this device: another agent may be using its name."""

@@ -14,6 +14,7 @@ from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from secrets import token_hex
 from typing import Annotated, Final
 
 import click
@@ -44,7 +45,7 @@ from fedge.step import Reveals
 from fedge.stopping import INTERRUPTED
 from fedge.tls import server_tls
 from fedge.topics import Topics
-from fedge.transport import SLOW_RETRY_S, BrokerSettings, Transport
+from fedge.transport import SHORT_SESSION_S, SLOW_RETRY_S, BrokerSettings, Transport
 
 log = logging.getLogger("fedge.deploy")
 
@@ -254,7 +255,8 @@ async def _connected(
     assert settings.federation is not None
     assert settings.id is not None
     topics = Topics(settings.federation)
-    transport = Transport(broker, topics.client_id("serve", settings.id), door=door)
+    client = topics.client_id("serve", f"{settings.id}:{token_hex(8)}")
+    transport = Transport(broker, client, session_expiry_s=SHORT_SESSION_S, door=door)
     sensor = Sensor(served, transport, settings.federation, settings.id)
     if Reveals.ANSWERS in door.rules.allowed:
         await transport.subscribe(sensor.topic, sensor.handle)

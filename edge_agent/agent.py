@@ -11,17 +11,19 @@ import asyncio
 import logging
 import os
 import platform
+import random
 import shutil
 import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from secrets import token_hex
 from typing import Any, Final, Protocol
 
 from msgspec.structs import replace
@@ -59,7 +61,7 @@ from fedge.messages import (
 )
 from fedge.notify import ready
 from fedge.renewal import Renewal
-from fedge.sealed import speaker
+from fedge.sealed import speaker, unsealed
 from fedge.step import (
     Action,
     Declined,
@@ -76,9 +78,10 @@ from fedge.step import (
 from fedge.steps.mask_keys import KeysMade, MaskKeys
 from fedge.steps.mask_shares import MaskShares
 from fedge.task import TaskSpec
+from fedge.text import in_words
 from fedge.topics import Topics
 from fedge.transfer import Receiver, Sender
-from fedge.transport import BrokerSettings, Inbound, Transport, Will
+from fedge.transport import SHORT_SESSION_S, BrokerSettings, Inbound, Transport, Will
 
 log = logging.getLogger("fedge.agent")
 
@@ -98,6 +101,19 @@ UNANSWERED: Final = 5
 CHECK_UNANSWERED: Final = (
     "the broker takes this report and nobody answers it: the coordinator is not running, refuses what this device says "
     "(its log says so), or messages get lost on their way (the broker's own log)"
+)
+
+YIELD_BASE_S: Final = 30.0
+YIELD_CAP_S: Final = 600.0
+"""Of two processes that speak as one device, each is silent for 15 to 30 s when it hears the other, twice as long each
+time, at last 5 to 10 min: meanwhile the other one can work."""
+CHECK_RUN: Final = (
+    "the coordinator has begun anew with another home, or another coordinator speaks for this federation; this device "
+    "works for it, and gets its bundles, from now on"
+)
+CHECK_TWIN: Final = (
+    "another process speaks as this device: a second one of this --id, a copy of its card or container, or a stolen "
+    "identity (fedge provision revoke). End one of the two; until then they take turns"
 )
 
 SPARE_DISK_BYTES: Final = 64 << 20
@@ -135,6 +151,20 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
+class Twin:
+    """Another process that speaks as this device.
+
+    since: when it was heard first, seconds since the epoch. heard_at: the last time, by a monotonic clock. times: how
+    often we have given way in a row.
+    """
+
+    incarnation: str
+    since: float
+    heard_at: float
+    times: int
+
+
+@dataclass(frozen=True, slots=True)
 class Identity:
     """The agent's name and properties.
 
@@ -149,6 +179,11 @@ class Identity:
     trains: bool = True
     steps: Steps = field(default_factory=installed_steps)
     site: Callable[[], tuple[SiteDevice, ...]] | None = None
+
+
+def yield_s(times: int, draw: float) -> float:
+    """How long to be silent when another process speaks as this device, for the 1st, 2nd, ... time in a row."""
+    return min(YIELD_CAP_S, YIELD_BASE_S * 2.0 ** min(times - 1, 16)) * (1 + draw) / 2
 
 
 def ignore_event(event: str, fields: dict[str, object]) -> None:
@@ -199,8 +234,10 @@ class Agent:
         self._fetching: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._background = Background(self._fail)
+        self._run = ""  # of the last order
         self._release = 0  # in the last status sent
-        self._has_been_online = False
+        self._twin: Twin | None = None
+        self._silent: asyncio.TimerHandle | None = None  # until when we give way to it
         self._outgoing: dict[str, tuple[str, bytes, bool]] = {}  # key -> topic, payload, retain
         self._sent: Counter[str] = Counter()  # how often the broker has taken each unanswered report, by order
         self._something_waits = asyncio.Event()
@@ -229,6 +266,7 @@ class Agent:
             ThreadPoolExecutor(1, "worker") as self._pool,
         ):
             orders = {order.id: order for order in self._outbox.orders()}
+            self._run = _last_run([*(verdict.order_id for verdict in self._outbox.verdicts), *orders])
             self._session = session.Session(
                 self._identity.device_id,
                 orders=orders.values(),
@@ -265,10 +303,12 @@ class Agent:
         status = topics.agent(me, "status")
         last_words = self._signed.seal(status, encode(self._status(Presence.OFFLINE)), will=True)
         will = Will(status, last_words, delay_s=WILL_DELAY_S)
-        transport = Transport(self._broker, topics.client_id("agent", me), will=will, door=door)
+        client = topics.client_id("agent", f"{me}:{token_hex(8)}")  # nobody can throw it off, nor a copy of this card
+        transport = Transport(self._broker, client, will=will, session_expiry_s=SHORT_SESSION_S, door=door)
         # Not durable: a model can be fetched again.
         self._receiver = Receiver(transport, self._models, durable=False, seal=self._signed.seal)
         self._sender = Sender(transport, self._outbox.blob)
+        await transport.subscribe(status, self._on_own_status, refused=self._cannot_overhear)
         await transport.subscribe(topics.agent(me, "orders"), self._on_order)
         await transport.subscribe(topics.agent(me, "acks"), self._on_ack)
         await transport.subscribe(topics.coordinator_wants(me), self._on_want)
@@ -297,8 +337,9 @@ class Agent:
     def _halt(self) -> None:
         """Stop everything, however `run` ends."""
         self._stop_work.set()
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, self._silent):
+            if timer is not None:
+                timer.cancel()
         self._background.cancel()
 
     def _fail(self, error: BaseException) -> None:
@@ -307,21 +348,69 @@ class Agent:
 
     # ------------------------------------------------------------------------------------------------- inwards
 
-    async def _on_connect(self) -> None:
-        where = f"{self._broker.host}:{self._broker.port}"
-        ready()
-        if self._has_been_online:
-            try:
-                self._signed.live_on()
-            except StoreError as error:  # the present life goes on
-                self._say("life_not_stored", logging.WARNING, detail=str(error))
-        self._has_been_online = True
-        self._say("online", logging.DEBUG, broker=where, protocol=self._transport.protocol)
+    async def _on_own_status(self, inbound: Inbound) -> None:
+        """Look whether another process speaks as this device; if it came later than this one, give way for a while."""
+        if not inbound.payload:
+            return
+        with suppress(ProtocolError):
+            if decode(unsealed(inbound.payload), Status).incarnation == self._incarnation:
+                return
+        with self._refusing(inbound):
+            said = self._signed.overhear(inbound.topic, inbound.payload, self._identity.device_id)
+            if said is None:
+                return
+            other, past = decode(said, Status), inbound.retained
+            if other.presence is Presence.ONLINE and not past:
+                self._give_way(other.incarnation)
+            elif self._signed.behind or not past:  # a past life's, or it has gone: it is for us to speak
+                self._speak_again()
+
+    def _give_way(self, incarnation: str) -> None:
+        """Say nothing as this device for a while: another process does, which came later."""
+        now = time.monotonic()
+        lasts = self._twin is not None and now - self._twin.heard_at < 2 * YIELD_CAP_S
+        before = self._twin if lasts else None
+        since = time.time() if before is None or before.incarnation != incarnation else before.since
+        self._twin = Twin(incarnation, since, now, 1 if before is None else before.times + 1)
+        wait = yield_s(self._twin.times, random.SystemRandom().random())
+        self._say(
+            "twin",
+            logging.ERROR,
+            incarnation=incarnation,
+            since=in_words(since),
+            again_in_s=round(wait),
+            check=CHECK_TWIN,
+        )
+        if self._silent is not None:
+            self._silent.cancel()
+        self._outgoing.clear()
+        self._silent = asyncio.get_running_loop().call_later(wait, self._speak_again)
+
+    def _speak_again(self) -> None:
+        """Speak as this device, with numbers above those of whoever did so meanwhile."""
+        if self._silent is not None:
+            self._silent.cancel()
+            self._silent = None
+        try:
+            self._signed.live_on()
+        except StoreError as error:  # the present life goes on
+            self._say("life_not_stored", logging.WARNING, detail=str(error))
         self._send(self._status(Presence.ONLINE))
         self._send(self._measure())
         self._feed(session.Happened.CONNECTED)
 
+    def _cannot_overhear(self, reason: str) -> None:
+        self._say("cannot_overhear", logging.WARNING, detail=reason)
+
+    async def _on_connect(self) -> None:
+        where = f"{self._broker.host}:{self._broker.port}"
+        ready()
+        self._say("online", logging.DEBUG, broker=where, protocol=self._transport.protocol)
+        self._speak_again()
+
     async def _on_order(self, inbound: Inbound) -> None:
+        if self._silent is not None:  # it is for the other process
+            return
         with self._refusing(inbound):
             self._feed(decode(self._opened(inbound), Order))
 
@@ -380,6 +469,7 @@ class Agent:
         match action:
             case session.Persist(order):
                 self._outbox.persist(order)
+                self._note_run(order)
                 self._say("order_received", logging.DEBUG, **_about(order), left_s=round(order.left_s, 1))
             case session.Run(order):
                 self._stop_work.clear()
@@ -411,6 +501,12 @@ class Agent:
                 self._forget(order_id)
                 self._outbox.discard(order_id)
                 self._say("order_discarded", logging.WARNING, order=order_id, reason=reason)
+
+    def _note_run(self, order: Order) -> None:
+        """Tell the owner when another run gives the orders: bundles come from it from now on."""
+        if self._run not in {order.run, ""}:
+            self._say("other_run", logging.WARNING, run=order.run, before=self._run, check=CHECK_RUN)
+        self._run = order.run
 
     def _forget(self, order_id: str) -> None:
         """Send no more of a report."""
@@ -632,6 +728,8 @@ class Agent:
 
     def _send(self, message: Status | Context | Report) -> None:
         """Queue a message; it replaces one with the same key, so the queue is bounded."""
+        if self._silent is not None:
+            return
         leaf = {Status: "status", Context: "context", Report: "reports"}[type(message)]
         key = message.order_id if isinstance(message, Report) else leaf
         topic = self._topics.agent(self._identity.device_id, leaf)
@@ -676,6 +774,11 @@ def capabilities(*, trains: bool, steps: Steps) -> Capabilities:
         machine=platform.machine(),
         cpu_count=os.cpu_count() or 1,
     )
+
+
+def _last_run(order_ids: Sequence[str]) -> str:
+    """The run of the last of these orders; empty: there is none."""
+    return order_ids[-1].partition(".")[0].partition("-")[0] if order_ids else ""
 
 
 def _about(order: Order) -> dict[str, object]:

@@ -113,6 +113,11 @@ class Key:
         self.subject = subject
         self.der = self.certificate.public_bytes(Encoding.DER)
 
+    @property
+    def public(self) -> EllipticCurvePublicKey:
+        """What others check our signatures with."""
+        return self._key.public_key()
+
     def sign(self, context: str, data: bytes) -> bytes:
         """Our signature (ECDSA with SHA-256, in DER) of these bytes in this context."""
         from cryptography.hazmat.primitives.asymmetric.ec import ECDSA

@@ -85,6 +85,12 @@ class Plain:
             raise ProtocolError("signed", f"this {roles[0]} signs, and we have no certificate of its federation")
         return data
 
+    behind = False
+
+    def overhear(self, topic: str, data: bytes, name: str) -> bytes | None:
+        """The message unchanged; raises as `open`."""
+        return self.open(topic, data, Role.DEVICE, name=name)
+
     def live_on(self) -> None:
         """No effect: nothing is numbered."""
 
@@ -123,7 +129,7 @@ class Signed:
         self.admit: Callable[[Subject], None] = lambda _: None
         """Raises a ProtocolError for anybody who is not on the list, if there is one."""
         self._home = home
-        self._life = 0
+        self._life = self._overheard = 0
         self.live_on()
         self._said = 0
         self._certificates: dict[str, bytes] = {}  # of the latest senders, by name
@@ -143,7 +149,7 @@ class Signed:
             StoreError: the disk is full or broken.
         """
         if self._home is not None:
-            self._life = _next_life(self._home / "life")
+            self._life = _next_life(self._home / "life", self._overheard)
 
     # ---------------------------------------------------------------------------------------------- outwards
 
@@ -210,6 +216,23 @@ class Signed:
         verify(key, envelope.context(topic), envelope.payload, envelope.signature)
         return envelope, subject, key
 
+    @property
+    def behind(self) -> bool:
+        """Whether another process with our key has spoken with numbers above ours: nobody would believe us now."""
+        return self._overheard >= self._life
+
+    def overhear(self, topic: str, data: bytes, name: str) -> bytes | None:
+        """The bytes of a message that another process said in the name that is ours; None: it is older than ours.
+
+        If it has our key, our next life (`live_on`) has higher numbers than it. Raises as `open`.
+        """
+        envelope, _, key = self._checked(topic, data, [Role.DEVICE], name)
+        if envelope.number and _name_of(key) == _name_of(self._key.public):
+            if envelope.number < self._life << 32:
+                return None
+            self._overheard = max(self._overheard, min(envelope.number >> 32, MAX_LIFE - 2))
+        return envelope.payload
+
     def vouch(self, topic: str, data: bytes) -> bytes:
         """Our signature of data that other members will receive through somebody else, at any time."""
         return self.seal(topic, data)
@@ -230,8 +253,8 @@ class Signed:
         if number < self.heard.get(source, 0):
             raise ProtocolError(
                 "replayed",
-                f"message {number}, and {self.heard[source]} came before; a device that lost its home after its clock "
-                "was ahead must be revoked and enrolled again",
+                f"message {number}, and {self.heard[source]} came before; its clock was ahead and its home was "
+                "lost, or another process speaks with its key: revoke it, and enrol it again",
             )
         self.heard[source] = number
 
@@ -308,9 +331,12 @@ def _life_in(data: bytes) -> int:
     return life
 
 
-def _next_life(file: Path) -> int:
-    """A number above that of any earlier process, even if the clock was set back or the file is lost."""
-    before = read_kept(file, _life_in) or 0
+def _next_life(file: Path, overheard: int = 0) -> int:
+    """A number above that of any earlier process, even if the clock was set back or the file is lost.
+
+    `overheard`: of another process with our key.
+    """
+    before = max(read_kept(file, _life_in) or 0, overheard)
     life = max(before + 1, int(time.time()))
     write_atomically(file, str(life).encode())
     return life

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import time
 from collections.abc import Iterable
 from enum import StrEnum
 from typing import Self
@@ -32,6 +33,11 @@ def is_text(name: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def in_words(at: float) -> str:
+    """A time, seconds since the epoch: 2026-11-27 08:30:00 UTC."""
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(at))
 
 
 def nearest(word: str, right: Iterable[str]) -> str:

@@ -72,6 +72,8 @@ SILENCE_S: Final = 2.0
 BACKOFF_BASE_S: Final = 0.25
 BACKOFF_CAP_S: Final = 10.0
 """A restarted broker is found within seconds, and a thousand agents do not come back in one instant (full jitter)."""
+SHORT_SESSION_S: Final = 300
+"""How long the broker keeps what comes for a process that is away, if the next one has another client id."""
 MISC_INTERVAL_S: Final = 1.0
 """How often the keep-alive is looked at; the smallest keep-alive is a second."""
 

@@ -54,6 +54,7 @@ from fedge.sealed import Signed
 from fedge.step import Action, Refusal, Unsupported, read_action, read_result
 from fedge.task import TaskSpec
 from fedge.tensors import Layout, Model, unflatten
+from fedge.text import in_words
 from fedge.topics import MODELS
 from fedge.transfer import Sender
 from fedge.transport import BrokerSettings, Inbound
@@ -78,7 +79,10 @@ LOOK_AT_STORE_S: Final = 0.5
 """Pause between two reads of the orders that intakes have closed."""
 NEEDED: Final = "0.2 or later"
 """Versions of fedge that an agent may have."""
-TWICE: Final = "two agents use the id of this device and disconnect each other: give each its own --id"
+TWICE: Final = (
+    "two processes speak as this device and take turns: a second one of its --id, a copy of its card or container, or "
+    "a stolen identity; end one of them"
+)
 
 
 class MqttFleet(Intake, Fleet):
@@ -689,9 +693,10 @@ class MqttFleet(Intake, Fleet):
         if status.site is not None and self._members and not self._members.admits(device, Role.RELAY):
             raise ProtocolError("certificate", f"{device} says that it is a relay, and its certificate is a device's")
         before = self.registry.presence_of(device)
-        appeared = self.registry.on_status(device, status)
+        appeared = self.registry.on_status(device, status, time.time())
         if self.registry.is_twice(device):
-            self._note_problem(device, TWICE)
+            since = [f"{i} since {in_words(at)}" for i, at in self.registry.twins(device).items()]
+            self._note_problem(device, f"{TWICE}. Incarnations: {', before it '.join(since)}")
         if before != status.presence:
             self._observe("device", {"device": device, "presence": status.presence})
         for order in self._book.appeared(device, time.monotonic()) if appeared else ():

@@ -24,7 +24,7 @@ from fedge.errors import ConfigError, ProtocolError, TransportError
 from fedge.identity import Role
 from fedge.messages import Claim, decode, encode
 from fedge.sealed import Plain, Signed, unsealed
-from fedge.text import printable
+from fedge.text import in_words, printable
 from fedge.topics import Topics
 from fedge.transport import BrokerSettings, Inbound, Transport
 
@@ -41,8 +41,8 @@ key hear each other."""
 
 def told(claim: Claim) -> str:
     """Which coordinator made a claim, for people."""
-    began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(claim.since))
-    return printable(f"{claim.where or 'somewhere'}, incarnation {claim.incarnation}, which began at {began}")
+    where = claim.where or "somewhere"
+    return printable(f"{where}, incarnation {claim.incarnation}, which began at {in_words(claim.since)}")
 
 
 class Sole:
@@ -99,12 +99,12 @@ class Sole:
         transport = Transport(broker, self._topics.client_id("coordinator", uuid.uuid4().hex), session_expiry_s=0)
         await transport.subscribe(self._topics.claims, note)
         async with transport:
-            await self._say(transport, to=me)  # what is retained comes before what we say to ourselves
+            await self._speak(transport, to=me)  # what is retained comes before what we say to ourselves
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(ANSWER_S):
                     await ourselves.wait()
             if retained:
-                await self._say(transport, to=retained[-1].incarnation)
+                await self._speak(transport, to=retained[-1].incarnation)
                 await asyncio.wait((answer,), timeout=ANSWER_S)
         if answer.done():
             raise self._refusal(answer.result())
@@ -120,7 +120,7 @@ class Sole:
     async def tell(self) -> None:
         """Leave our claim at the broker."""
         assert self._transport is not None
-        await self._say(self._transport, to="")
+        await self._speak(self._transport, to="")
 
     async def withdraw(self) -> None:
         """Take it back."""
@@ -136,7 +136,7 @@ class Sole:
         if now - self._spoke.get(claim.incarnation, -AGAIN_S) >= AGAIN_S:
             self._spoke = {i: at for i, at in self._spoke.items() if now - at < AGAIN_S} | {claim.incarnation: now}
             assert self._transport is not None
-            await self._say(self._transport, to=claim.incarnation)
+            await self._speak(self._transport, to=claim.incarnation)
         if claim.to != self._own.incarnation:  # it may have been said long ago
             return
         if claim.works and (claim.since, claim.incarnation) < (self._own.since, self._own.incarnation):
@@ -150,7 +150,7 @@ class Sole:
             "one before you start this one, or give this one a federation of its own"
         )
 
-    async def _say(self, transport: Transport, *, to: str) -> None:
+    async def _speak(self, transport: Transport, *, to: str) -> None:
         topic = self._topics.claims
         payload = self._signed.seal(topic, encode(replace(self._own, to=to)), to=TO)
         try:

@@ -8,6 +8,7 @@ forge it; the answer is for that key alone. A repeated request gets the same cer
 from __future__ import annotations
 
 import logging
+from secrets import token_hex
 
 from coordinator.provision.issuer import Issuer
 from fedge.certificates import pem_of, read_request
@@ -30,7 +31,7 @@ async def answer_requests(issuer: Issuer) -> list[str]:
     settings = issuer.settings
     topics = Topics(settings.federation)
     broker = Credentials(identity=issuer.folder / Role.COORDINATOR).at(settings.broker)
-    transport = Transport(broker, topics.client_id("renewal"))
+    transport = Transport(broker, topics.client_id("renewal", token_hex(8)), session_expiry_s=0)
     async with retained(transport, topics, "renewal") as requests:
         return [device for device in sorted(requests) if await _answer(issuer, transport, device, requests[device])]
 

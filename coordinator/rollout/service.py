@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from secrets import token_hex
 from typing import Any, Final
 
 from msgspec.structs import replace
@@ -32,7 +33,7 @@ from fedge.sealed import Signed, speaker
 from fedge.tensors import digest_of
 from fedge.topics import Topics
 from fedge.transfer import Sender
-from fedge.transport import BrokerSettings, Inbound, Transport
+from fedge.transport import SHORT_SESSION_S, BrokerSettings, Inbound, Transport
 
 log = logging.getLogger("fedge.rollout")
 
@@ -140,7 +141,8 @@ class Supervisor:
         self._observe = observe
         self._federation = federation
         self._topics = Topics(federation)
-        self._transport = Transport(broker, self._topics.client_id("rollout"))
+        client = self._topics.client_id("rollout", token_hex(8))
+        self._transport = Transport(broker, client, session_expiry_s=SHORT_SESSION_S)
         self._sender = Sender(self._transport, release.source)
         self._signed = speaker(broker, Subject(federation, Role.ROLLOUT, "rollout"), folder.path)
         if isinstance(self._signed, Signed):

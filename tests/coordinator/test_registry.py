@@ -239,6 +239,10 @@ def test_two_agents_of_one_id_are_noticed_and_any_of_their_wills_counts() -> Non
     assert not registry.is_twice("a")  # it was started again
     registry.on_status("a", status("a", incarnation="1"))
     assert registry.is_twice("a")
+    registry.on_status("a", status("a", incarnation="2"), 30.0)
+    registry.on_status("a", status("a", incarnation="1"), 60.0)
+    registry.on_status("a", status("a", incarnation="1"), 70.0)
+    assert registry.twins("a") == {"1": 60.0, "2": 30.0}
     registry.on_status("a", status("a", Presence.OFFLINE, incarnation="2"))
     assert registry.presence() == {"a": Presence.OFFLINE}
     registry.on_status("a", status("a", incarnation="3"))

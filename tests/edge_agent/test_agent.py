@@ -219,6 +219,23 @@ async def test_a_report_says_how_often_it_was_sent_and_the_log_that_nobody_answe
     assert len(events.of("unanswered")) == 1
 
 
+async def test_orders_of_another_run_are_told_of_also_after_a_restart(one_broker: LocalBroker, tmp_path: Path) -> None:
+    """Such as those of a coordinator with another home."""
+    events = Events()
+    async with Peer(one_broker, tmp_path) as peer:
+        runs = ["r", "r", "s", "s", "r"]
+        for n, run in enumerate(runs):
+            order = msgspec.structs.replace(order_of(train(peer.model()), f"{run}.{n}.s.pi"), run=run)
+            async with running(make_agent(one_broker, tmp_path / "home", EchoWorker(), events)):
+                await peer.presence(Presence.ONLINE)
+                await peer.send(order)
+                await peer.report_of(order)
+                await peer.ack(order)
+                await events.until("report_acked", n + 1)
+            await peer.presence(Presence.SLEEPING)
+    assert [(told["before"], told["run"]) for told in events.of("other_run")] == [("r", "s"), ("s", "r")]
+
+
 async def test_one_model_for_two_orders_is_fetched_once(one_broker: LocalBroker, tmp_path: Path) -> None:
     async with (
         Peer(one_broker, tmp_path) as peer,

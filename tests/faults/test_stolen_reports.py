@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
 
+from coordinator.fleet.mqtt import TWICE
+from edge_agent.agent import Agent, Identity
 from fedge.steps.train import Trained
 from fedge.topics import Topics
 from fedge.transport import Inbound, Transport
+from tests.support.device import TASK
 from tests.support.identities import Authority, TlsBroker
-from tests.support.scene import Scene, one_round
+from tests.support.scene import Scene, Working, one_round
 from tests.support.waiting import until
 
 THIEVES, ROUNDS = 20, 8
@@ -61,6 +65,39 @@ async def broker(mosquitto_program: str, tmp_path: Path, others: Authority) -> A
 async def scene(broker: TlsBroker, tmp_path: Path) -> AsyncIterator[Scene]:
     async with AsyncExitStack() as stack:
         yield Scene(stack, broker, broker.authority, tmp_path)
+
+
+async def test_a_stolen_identity_silences_the_true_device_for_a_while_and_nobody_else(
+    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its numbers are far ahead, so that the coordinator would refuse the true device as `replayed` from then on."""
+    monkeypatch.setattr("edge_agent.agent.YIELD_BASE_S", 0.5)
+    fleet = await scene.coordinator(deadline_s=20.0)
+    true = await scene.agent("cam1")
+    await scene.agent("cam2")
+    await until(lambda: fleet.registry.incarnation("cam1") == true._incarnation)
+    (tmp_path / "thief").mkdir()
+    (tmp_path / "thief" / "life").write_bytes(b"4000000000")
+    thief = Agent(
+        Identity("cam1", "test", TASK, n_shared=5),
+        scene.broker.settings(scene.files("cam1")),
+        tmp_path / "thief",
+        Working,
+    )
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(thief.run())
+        await until(lambda: fleet.registry.incarnation("cam1") == thief._incarnation)
+        await until(lambda: any(event == "twin" for event, _ in scene.events["cam1"]))
+        await until(lambda: fleet.registry.incarnation("cam1") == true._incarnation)  # it has gone above those numbers
+        assert fleet.problems["cam1"].reason.startswith(TWICE)
+        answers = await one_round(fleet, 1, "cam2")
+        assert isinstance(answers["cam2"].result, Trained)
+        thief.stop()
+    await until(lambda: fleet.registry.incarnation("cam1") == true._incarnation)
+    answers = await one_round(fleet, 2, "cam1", "cam2")
+    assert all(isinstance(answer.result, Trained) for answer in answers.values())
+    (met, *_) = [fields for event, fields in scene.events["cam1"] if event == "twin"]
+    assert met["incarnation"] == thief._incarnation
 
 
 async def test_who_asks_for_a_share_of_the_reports_gets_none_and_holds_up_nobody(

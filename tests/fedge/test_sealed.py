@@ -169,6 +169,33 @@ def test_a_coordinator_whose_clock_was_ahead_is_heard_again_with_a_new_home(
         assert refusal(other, topic, old, Role.COORDINATOR, to="7") == "replayed"
 
 
+def test_who_hears_another_process_with_its_key_speaks_with_higher_numbers_from_then_on(
+    server: Party, cam: Party, tmp_path: Path
+) -> None:
+    """As a device does whose card was copied, and which another device with a clock that is ahead speaks for."""
+    one, true = server.start(), cam.start()
+    copied = cam.start()
+    copied._life += 1_000_000
+    said, early = copied.seal(STATUS, b"copy"), true.seal(STATUS, b"early")
+    assert one.open(STATUS, said, Role.DEVICE, name="cam1") == b"copy"
+    assert refusal(one, STATUS, true.seal(STATUS, b"true"), Role.DEVICE, name="cam1") == "replayed"
+    assert not true.behind
+    assert true.overhear(STATUS, said, "cam1") == b"copy"
+    assert true.behind
+    true.live_on()
+    assert not true.behind
+    assert one.open(STATUS, true.seal(STATUS, b"true"), Role.DEVICE, name="cam1") == b"true"
+    assert cam.start()._life > true._life  # also after a restart
+    assert true.overhear(STATUS, early, "cam1") is None  # older than what it has said: nobody is there now
+    assert true.overhear(STATUS, copied.seal(STATUS, b"gone", will=True), "cam1") == b"gone"
+    with pytest.raises(ProtocolError, match="certificate"):
+        true.overhear(STATUS, one.seal(STATUS, b"liar"), "cam1")
+    thief = cam.start()
+    thief._life = 2**32 - 1
+    assert true.overhear(STATUS, thief.seal(STATUS, b"thief"), "cam1") == b"thief"
+    true.live_on()  # nobody can go above that: revoke it
+
+
 def test_a_device_with_a_new_key_is_heard_whatever_numbers_the_old_one_said(
     authority: Authority, server: Party, cam: Party
 ) -> None:
@@ -178,7 +205,7 @@ def test_a_device_with_a_new_key_is_heard_whatever_numbers_the_old_one_said(
     one.open(STATUS, before, Role.DEVICE, name="cam1")
     lost = cam.start()
     lost._life = 1
-    with pytest.raises(ProtocolError, match="must be revoked and enrolled again"):
+    with pytest.raises(ProtocolError, match="revoke it, and enrol it again"):
         one.open(STATUS, lost.seal(STATUS, b"here"), Role.DEVICE, name="cam1")
     authority.revoke("cam1")
     authority.issue("cam1")

@@ -1,7 +1,8 @@
 """A real agent in a process of its own, whose work can be watched and held up by files in its home.
 
-    python -m tests.support.agent_process HOST PORT HOME
+    python -m tests.support.agent_process HOST PORT HOME [YIELD_S]
 
+It gives way to another process of its name for YIELD_S at first.
 Each execution of an order appends its id to HOME/executions, and waits while HOME/hold exists; while HOME/deaf exists
 it does not look whether it should stop.
 """
@@ -9,11 +10,13 @@ it does not look whether it should stop.
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from edge_agent import agent
 from edge_agent.agent import Agent, Identity
 from edge_agent.worker import Finished
 from fedge.background import STOP_S, on_signal
@@ -42,17 +45,19 @@ class WatchedWorker(EchoWorker):
         return super().execute(order, fetch, stop=stop, action=action)
 
 
-async def main(host: str, port: str, home: str) -> None:
+async def main(host: str, port: str, home: str, yield_s: str = "30") -> None:
     """Run until SIGTERM."""
+    logging.basicConfig(level=logging.INFO)
+    agent.YIELD_BASE_S = float(yield_s)  # type: ignore[misc]
     folder = Path(home)
-    agent = Agent(
+    device = Agent(
         Identity("pi", "test", TASK, n_shared=3),
         BrokerSettings(host, int(port)),
         folder,
         lambda: WatchedWorker(folder),
     )
-    on_signal(agent.stop, within_s=STOP_S)
-    await agent.run()
+    on_signal(device.stop, within_s=STOP_S)
+    await device.run()
 
 
 if __name__ == "__main__":
