@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from coordinator import samples
-from coordinator.checks import Examined, Samples, a_few, examine, few_of, without_profile
+from coordinator.checks import Examined, Samples, a_few, examine, few_of, made_up, without_profile
 from coordinator.options import method_and_options, method_options, resolve_options
 from fedge.config import CODE, resolve, settings_options
 from fedge.errors import ConfigError
@@ -54,7 +54,8 @@ def check(
     `coordinator` do the same before they begin. What would not work is said in a sentence, with what to do. With --data
     it also reads samples and counts them; DEVICES are further sources, each what one device would read. Without either
     inputs are made up. Folders of images above the class folders count as devices. Remarks: a network that ends in
-    softmax, devices with few samples, class folders without images, class names with a typo.
+    softmax, devices with few samples, class folders without images, class names with a typo. A method of your own is
+    run on four devices, over all that methods promise (docs/extending.md).
 
     Examples:
       fedge check --task image-folder --data photos
@@ -62,12 +63,15 @@ def check(
       fedge check --task engines.toml --data all.csv --method fedepc
       fedge check --task engines.toml cam1.csv cam2.csv cam3.csv
       fedge check --task image-folder --data photos --model resnet-18 --ram-gb 0.5
+      fedge check --task digits --method my_methods.median:FedMedian
 
     Exit codes: 0 it works, perhaps with a remark, 2 wrong usage, or it would not work.
     """
     settings = resolve(CheckSettings, "check", config, flags)
     name, own = method_and_options(settings.method)
-    lacking = without_profile(name, resolve_options(config, options) | own)
+    chosen = resolve_options(config, options) | own
+    lacking = without_profile(name, chosen)
+    from coordinator.rehearsal import rehearse
     from fedge.models import initial
     from fedge.tasks import task_spec
 
@@ -82,8 +86,10 @@ def check(
     few, n_read, counts = _samples(settings, task, devices)
     layout, _ = initial(task, 0)
     examined = examine(task, layout, lacking, settings.ram_gb, few, tell)
+    learns = not any(finding.stops for finding in examined.findings)
+    rehearsed = rehearse(name, chosen, task, layout, few or made_up(task)) if learns else []
     folders = [path for path in (settings.data, *devices) if path is not None]
-    remarks = (*samples.oddities(counts), *samples.empty_folders(folders))
+    remarks = (*rehearsed, *samples.oddities(counts), *samples.empty_folders(folders))
     examined = msgspec.structs.replace(examined, findings=examined.findings + remarks)
     if as_json:
         click.echo(msgspec.json.encode(msgspec.structs.asdict(examined) | {"samples": counts}).decode())

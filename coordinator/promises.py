@@ -1,7 +1,7 @@
 """What a method and its steps promise, checked alike for real and simulated devices, at the first moment it shows.
 
 A class is checked when it is named (`require_method`), its requests when it makes them and their answers when they come
-(`Watched`), a round when it ends (`require_next`). `coordinator.rehearsal` does a round twice to see the rest.
+(`Watched`), a round when it ends (`require_next`). `coordinator.proof` does a round twice to see the rest.
 """
 
 from __future__ import annotations

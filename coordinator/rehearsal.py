@@ -1,164 +1,146 @@
-"""A round done twice, to see what a method promises: equal orders and an equal state, whenever it runs again.
-
-A coordinator that was killed loads the last state and runs the round again: with a new object of the method, and with
-the answers that are there. A simulation does so in its first rounds (`proven`), and `fedge check` in all of a small
-federation (`rehearse`).
-"""
+"""A method on a few devices, over every promise, before anything is started: `fedge check --method`."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+import asyncio
+import logging
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
+import numpy as np
 
-from coordinator.fleet import Answer, Fleet, Seen
-from coordinator.methods import Method, S, dump, load
-from fedge.errors import ConfigError, ProtocolError
-from fedge.step import Action
+from coordinator.checks import Finding, Samples
+from coordinator.fleet.problems import reasons_of, told
+from coordinator.fleet.simulated import SimulatedFleet
+from coordinator.methods import Method, MethodSettings, Option, Server, State, method_class
+from coordinator.promises import HOW, SHARED
+from coordinator.proof import Recorded, is_ours
+from coordinator.simulation import rounds
+from fedge.errors import ConfigError, FedgeError
+from fedge.loading import FAILURES, reason_of
+from fedge.messages import Codec
+from fedge.sgd import Sgd
+from fedge.steps.train import Train
+from fedge.task import TaskSpec
+from fedge.tensors import Layout
 
-PROVEN: Final = 2
-"""Rounds that a simulation does twice: what a method remembers beside its state shows in the second."""
-OURS: Final = "coordinator."
-"""Begins the module of a method that is proven by its tests instead."""
-
-
-class Recorded(Fleet):
-    """A fleet whose answers are recorded. `asked`: by label and device, in order; `answers`: likewise."""
-
-    def __init__(self, fleet: Fleet) -> None:
-        super().__init__(fleet)
-        self.asked: dict[tuple[str, str], Action] = {}
-        self.answers: dict[str, dict[str, Answer]] = {}
-        self.streamed: dict[str, list[Answer]] = {}
-        self.were_busy: list[frozenset[str]] = []
-
-    def _note(self, label: str, actions: Mapping[str, Action]) -> None:
-        self.asked |= {(label, i): action for i, action in actions.items()}
-
-    async def run(self, label: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
-        """As the fleet's."""
-        self._note(label, actions)
-        answers = await self._fleet.run(label, actions)
-        self.answers.setdefault(label, {}).update(answers)
-        return answers
-
-    async def stream(
-        self, label: str, actions: Mapping[str, Action], seen: Sequence[Seen] = ()
-    ) -> AsyncIterator[Answer]:
-        """As the fleet's."""
-        self._note(label, actions)
-        told = self.streamed.setdefault(label, [])
-        async for answer in self._fleet.stream(label, actions, seen):
-            told.append(answer)
-            yield answer
-
-    def busy(self) -> frozenset[str]:
-        """As the fleet's."""
-        self.were_busy.append(self._fleet.busy())
-        return self.were_busy[-1]
+DEVICES: Final = 4
+"""Of a rehearsal; each has all samples that are given."""
+TOO_LONG: Final = 10
+"""Rounds after which a rehearsed run of two should be done."""
 
 
-class Repeated(Recorded):
-    """The fleet of a round that runs again: what was asked before is answered as before, and nobody works.
+def rehearse(method: str, options: Mapping[str, Option], task: TaskSpec, layout: Layout, few: Samples) -> list[Finding]:
+    """Run a method that is not fedge's own on a few devices, over every promise; in seconds.
 
-    Raises:
-        ConfigError: something else is asked.
+    Args:
+        method: its name or path.
+        options: its own.
+        task: what is learned.
+        layout: of the network.
+        few: model inputs (n, *input_shape) and labels (n,).
     """
-
-    def __init__(self, first: Recorded, method: str) -> None:
-        super().__init__(first)
-        self._first, self._method = first, method
-
-    def _note(self, label: str, actions: Mapping[str, Action]) -> None:
-        super()._note(label, actions)
-        for i, action in actions.items():
-            if self._first.asked.get((label, i)) != action:
-                raise differs(self._method, f"it asks {i} for something else under the label {label!r}")
-
-    async def run(self, label: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
-        """The answers of the first time."""
-        self._note(label, actions)
-        return {i: answer for i, answer in self._first.answers.get(label, {}).items() if i in actions}
-
-    async def stream(
-        self, label: str, actions: Mapping[str, Action], seen: Sequence[Seen] = ()
-    ) -> AsyncIterator[Answer]:
-        """The answers of the first time, in that order."""
-        del seen
-        self._note(label, actions)
-        for answer in self._first.streamed.get(label, []):
-            yield answer
-
-    def busy(self) -> frozenset[str]:
-        """As it was the first time."""
-        number = len(self.were_busy)
-        self.were_busy.append(self._first.were_busy[min(number, len(self._first.were_busy) - 1)])
-        return self.were_busy[-1]
-
-    def accuse(self, device_id: str, error: ProtocolError) -> None:
-        """Nobody twice."""
-
-    def note(self, event: str, fields: Mapping[str, object]) -> None:
-        """Nothing twice."""
-
-
-def differs(method: str, what: str) -> ConfigError:
-    """The error about a round that is not the same when it runs again."""
-    return ConfigError(
-        f"{method}: if a round runs again from the same state, as after a crash, {what}: take random numbers from "
-        "round_rng(self.settings, r) alone, no time, and keep in the state what a later round needs, not on self"
-    )
-
-
-async def proven(method: Method[S], state: S, fleet: Fleet) -> S:
-    """Do the next round, and do it again from the stored state, by another object of the method.
-
-    Raises:
-        ConfigError: the state cannot be stored, was changed, or the round was another one.
-    """
-    stored = dump(state)
-    first = Recorded(fleet)
-    new = await method.advance(state, first)
-    if dump(state) != stored:
-        raise ConfigError(
-            f"{method.name}: a round changed the state that it was given: leave that as it is, and make the new one "
-            "with round_done(state, ..., name=value)"
-        )
-    again = Repeated(first, method.name)
-    other = await type(method)(method.settings, method.server).advance(reloaded(method.name, state), again)
-    if left := first.asked.keys() - again.asked.keys():
-        label, device = min(left)
-        raise differs(method.name, f"it does not ask {device} under the label {label!r} any more")
-    if dump(other) != dump(new):
-        own = (f for f in new.__struct_fields__ if _bytes(getattr(new, f)) != _bytes(getattr(other, f)))
-        raise differs(method.name, f"it ends in another {next(own, 'state')}")
-    return new
-
-
-def reloaded(method: str, state: S) -> S:
-    """The state as a coordinator that is started again would load it.
-
-    Raises:
-        ConfigError: it cannot be stored, or not read back as it was.
-    """
-    data = dump(state)
-    try:
-        found = load(data, type(state))
-    except (msgspec.DecodeError, TypeError, ValueError, NotImplementedError) as error:
-        raise ConfigError(
-            f"{method}: a coordinator that is started again cannot read the state: {error}; let the fields of "
-            f"{type(state).__name__} have the types that they are given"
-        ) from error
-    if dump(found) != data:
-        raise ConfigError(f"{method}: the state is another one when it is stored and read again")
+    kind = method_class(method)
+    if is_ours(kind):
+        return []
+    with tempfile.TemporaryDirectory(prefix="fedge-check-") as folder, _quiet():
+        stage = _Stage(kind, options, task, layout, few, Path(folder))
+        try:
+            found = [*asyncio.run(stage.claims()), *asyncio.run(stage.whole())]
+        except FedgeError as error:
+            return [Finding(f"{method} would fail in a federation", str(error), stops=True)]
+        except FAILURES as error:
+            return [Finding(f"{method} fails in a federation of {DEVICES} devices", reason_of(error), stops=True)]
+    if deaf := [f"--{name.replace('_', '-')}" for name in sorted(SHARED - kind.HEEDS)]:
+        do = "commands that set one are refused; the method names in HEEDS which it heeds"
+        found.append(Finding(f"{method} does not heed {', '.join(deaf)}", do))
     return found
 
 
-def _bytes(value: Any) -> bytes:
-    return msgspec.msgpack.encode(value, enc_hook=lambda array: array.tobytes(), order="deterministic")
+class _Stage:
+    """Small federations of one method, each in a folder of its own."""
+
+    def __init__(
+        self,
+        kind: type[Method[Any]],
+        options: Mapping[str, Option],
+        task: TaskSpec,
+        layout: Layout,
+        few: Samples,
+        folder: Path,
+    ) -> None:
+        self._kind, self._task, self._layout, self._folder = kind, task, layout, folder
+        self._few, self._n = few, 0
+        sgd = Sgd(steps=1, batch_size=4)
+        self._settings = MethodSettings(rounds=2, sgd=sgd, codec=Codec.FLOAT32, options=dict(options))
+
+    def _begin(self, **changes: Any) -> tuple[Method[Any], SimulatedFleet, State]:
+        from edge_agent.worker import Worker
+        from fedge.models import initial
+        from fedge.tasks import DeviceData
+
+        self._n += 1
+        (x, y), marks = self._few, np.zeros(len(self._few[1]), np.bool_)
+        data = [DeviceData(np.roll(x, k, axis=0), np.roll(y, k), marks, x, y) for k in range(DEVICES)]
+        homes = [self._folder / f"{self._n}-{k}" for k in range(DEVICES)]
+        workers = {f"d{k}": Worker(f"d{k}", self._task, own, homes[k]) for k, own in enumerate(data)}
+        fleet = SimulatedFleet(self._task, self._layout, workers, seed=0)
+        first = fleet.put_model(initial(self._task, 0)[1], self._layout)
+        made = self._kind(msgspec.structs.replace(self._settings, **changes), Server(self._task, self._few))
+        return made, fleet, made.begin(self._layout, first)
+
+    async def whole(self) -> list[Finding]:
+        """Two rounds and the end."""
+        method, fleet, state = self._begin()
+
+        def on_round(state: State) -> None:
+            if state.round > TOO_LONG:
+                raise ConfigError(f"{method.name}: it is not done after {TOO_LONG} rounds, where 2 were planned")
+
+        state = await rounds.run(method, state, fleet, on_round)
+        if not state.installed:
+            raise ConfigError(f"no device got a bundle: {told(reasons_of(fleet.problems))}")
+        return []
+
+    async def claims(self) -> list[Finding]:
+        """What is wrong with what the method says that it heeds."""
+        heeds, found = self._kind.HEEDS, []
+        wrong = {
+            "participation": "participation" in heeds and await self._asks_all(),
+            "min_reports": "min_reports" in heeds and await self._moves(min_reports=DEVICES + 1),
+        }
+        for name in (name for name in sorted(SHARED) if wrong.get(name)):
+            what = f"the method says that it heeds --{name.replace('_', '-')}, and does not"
+            found.append(Finding(what, f"let it {HOW[name]}, or leave {name!r} out of HEEDS", stops=True))
+        return found
+
+    async def _asks_all(self) -> bool:
+        """Whether all devices train in the first round where half of them should."""
+        method, fleet, state = self._begin(participation=0.5)
+        watched = Recorded(fleet)
+        fleet.round = 1
+        await method.advance(state, watched)
+        return len({i for (_, i), action in watched.asked.items() if isinstance(action, Train)}) == DEVICES
+
+    async def _moves(self, **changes: Any) -> bool:
+        """Whether the model is another one after the first round."""
+        method, fleet, state = self._begin(**changes)
+        fleet.round = 1
+        after = await method.advance(state, fleet)
+        return method.for_anybody(after) != method.for_anybody(state)
 
 
-def is_ours(method: Method[Any]) -> bool:
-    """Whether a method is one of fedge's, whose promises its tests have proven."""
-    return type(method).__module__.startswith(OURS)
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without log lines of devices that nobody has."""
+    log = logging.getLogger("fedge")
+    before = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(before)

@@ -8,8 +8,8 @@ import pytest
 from click.testing import CliRunner
 
 from coordinator.methods import MethodSettings, make
+from coordinator.proof import proven
 from coordinator.protection import Protection
-from coordinator.rehearsal import proven
 from coordinator.simulation.cli import simulate
 from fedge.errors import ConfigError
 from fedge.sgd import Sgd
@@ -46,4 +46,4 @@ async def test_it_trains_a_cohort_and_keeps_its_promises(package: str, tmp_path:
     assert len(fleet.asked) == 2, "a quarter of 8"
     assert state.model == first, "2 updates are too few"
     with pytest.raises(ConfigError, match="fedmedian does not heed --average"):
-        make(package, MethodSettings(protection=Protection(average="mean")))
+        make(package, MethodSettings(protection=Protection(average="median")))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from coordinator.fleet.simulated import SimulatedFleet
 from coordinator.methods import Method, S, require_learned
-from coordinator.rehearsal import PROVEN, is_ours, proven, reloaded
+from coordinator.proof import PROVEN, is_ours, proven, reloaded
 from fedge.messages import blobs_of
 
 
@@ -23,7 +23,7 @@ async def run(
     rounds the state is stored and read again.
 
     Raises:
-        ConfigError: a method that is not fedge's own breaks a promise (`coordinator.rehearsal`).
+        ConfigError: a method that is not fedge's own breaks a promise (`coordinator.proof`).
         FruitlessError: nothing was learned (`require_learned`).
     """
     first = method.for_anybody(state)
@@ -31,7 +31,7 @@ async def run(
         fleet.round = state.round + 1
         early = state.round < PROVEN
         state = reloaded(method.name, state) if early else state
-        step = proven if early and not is_ours(method) else type(method).advance
+        step = proven if early and not is_ours(type(method)) else type(method).advance
         state = await step(method, state, fleet)
         fleet.keep_only({ref.digest for ref in blobs_of(state)} | fleet.needed())
         if state.round == method.last:

@@ -1,132 +1,112 @@
-"""A round that is done twice shows what a coordinator that is killed and started again would get wrong."""
+"""`fedge check --method`: what is wrong with a method of one's own, before anything is started."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, ClassVar
+import dataclasses
+import re
+from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
-from numpy.typing import NDArray
 
+from coordinator import rehearsal
+from coordinator.checks import made_up
 from coordinator.fleet import Fleet
-from coordinator.methods import Method, MethodSettings, ModelState, accepted, make, round_done, round_rng
-from coordinator.rehearsal import proven
-from coordinator.simulation.rounds import run
-from fedge.errors import ConfigError
-from fedge.messages import Codec
-from fedge.sgd import Sgd
+from coordinator.methods import Method, ModelState, accepted, round_done
+from coordinator.methods.fedavg import FedAvg
+from coordinator.rehearsal import rehearse
+from fedge.models import initial
 from fedge.steps.train import Start, Train
-from tests.support.simulation import digits
+from fedge.tasks import task_spec
+from tests.examples.test_methods import FILES, own_class
+
+TASK = task_spec("digits")
+LAYOUT, _ = initial(TASK, 0)
 
 
-class OwnState(ModelState, frozen=True, kw_only=True):
-    """What some of these methods add."""
-
-    drawn: tuple[int, ...] = ()
-    seen: dict[str, int] = {}
-    array: NDArray[np.float32] = np.zeros(1, np.float32)
-    anything: Any = None
-
-
-class Own(Method[OwnState]):
-    """One device trains in a round; `draws` says which, and `adds` what the state gets."""
+class Own(Method[ModelState]):
+    """It trains everybody and moves to what the first device has learned."""
 
     name = "own"
-    State = OwnState
-    draws: ClassVar[Callable[[Any, OwnState], int]] = staticmethod(lambda method, state: 0)
-    adds: ClassVar[Callable[[Any, OwnState, int], dict[str, Any]]] = staticmethod(lambda method, state, k: {})
 
-    async def round(self, state: OwnState, fleet: Fleet) -> OwnState:
-        k = type(self).draws(self, state)
-        order = Train(
-            starts=(Start(model=state.model),), sgd=Sgd(steps=1), codec=Codec.FLOAT32, measure=self.settings.seed > 0
-        )
-        answers = await fleet.run("train", {fleet.devices()[k].id: order})
-        return round_done(state, 1, accepted(answers), **type(self).adds(self, state, k))
-
-
-def remembering(method: Any, state: OwnState) -> int:
-    """What happened is kept on the object: the next round is another one after a restart."""
-    del state
-    method.calls = getattr(method, "calls", -1) + 1
-    return int(method.calls)
+    async def round(self, state: ModelState, fleet: Fleet) -> ModelState:
+        order = Train(starts=(Start(model=state.model),), sgd=self.settings.sgd, codec=self.settings.codec)
+        updates = accepted(await fleet.run("train", {device.id: order for device in fleet.devices()}))
+        for update in list(updates.values())[:1]:
+            w, change = (fleet.get(ref, state.layout) for ref in (state.model, update.update))
+            state = msgspec.structs.replace(
+                state, model=fleet.put_model(dataclasses.replace(w, params=w.params + change.params), state.layout)
+            )
+        return round_done(state, 4, updates)
 
 
-def changing(_: Any, state: OwnState, k: int) -> dict[str, Any]:
-    state.seen["d00"] = k
-    return {}
+class Claims(Own):
+    HEEDS = frozenset({"participation", "min_reports"})
+
+
+class Breaks(Own):
+    async def round(self, state: ModelState, fleet: Fleet) -> ModelState:
+        await super().round(state, fleet)
+        return state
+
+
+class Crashes(Own):
+    async def round(self, state: ModelState, fleet: Fleet) -> ModelState:
+        raise KeyError(state.round)
+
+
+class Endless(Own):
+    def done(self, state: ModelState) -> bool:
+        del state
+        return False
+
+
+def found(monkeypatch: pytest.MonkeyPatch, kind: type[Method[Any]]) -> list[tuple[str, str, bool]]:
+    monkeypatch.setitem(globals(), "OWN", kind)
+    findings = rehearse(f"{__name__}:OWN", {}, TASK, LAYOUT, made_up(TASK))
+    return [(each.what, each.do, each.stops) for each in findings]
+
+
+def test_one_that_keeps_its_promises_is_told_what_it_does_not_heed(monkeypatch: pytest.MonkeyPatch) -> None:
+    ((what, do, stops),) = found(monkeypatch, Own)
+    assert what.endswith(":OWN does not heed --average, --min-reports, --participation")
+    assert "are refused; the method names in HEEDS which it heeds" in do
+    assert not stops
 
 
 @pytest.mark.parametrize(
-    ("draws", "adds", "says"),
+    ("kind", "says"),
     [
-        (lambda *_: int(np.random.default_rng().integers(2**40)) % 3, None, "it asks d0"),
-        (remembering, None, "it asks d00 for something else"),
-        (None, lambda *_: {"drawn": (int(np.random.default_rng().integers(2**40)),)}, "it ends in another drawn"),
-        (None, lambda *_: {"array": np.random.default_rng().normal(size=2)}, "it ends in another array"),
-        (None, changing, "a round changed the state that it was given"),
-        (None, lambda *_: {"anything": object()}, "cannot be stored: field anything"),
-        (None, lambda *_: {"anything": np.float64(1)}, r"cannot be stored: field anything \(.*numpy\.float64"),
-        (None, lambda *_: {"drawn": 3}, "cannot read the state: Expected `array`, got `int`"),
+        (Claims, "says that it heeds --min-reports, and does not: let it leave the model as it is after fewer"),
+        (Claims, "says that it heeds --participation, and does not: let it train the devices of self.cohort"),
+        (Breaks, "would fail in a federation: own: round 1 returned the state of round 0"),
+        (Crashes, r"fails in a federation of 4 devices: KeyError: 0 \(test_rehearsal\.py, line \d+\)"),
+        (Endless, "own: it is not done after 10 rounds, where 2 were planned"),
     ],
 )
-async def test_a_method_that_is_not_the_same_again_is_refused_in_the_first_rounds(
-    tmp_path: Path, draws: Any, adds: Any, says: str
+def test_one_that_does_not_is_told_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, kind: type[Method[Any]], says: str
 ) -> None:
-    fields = {"draws": draws, "adds": adds}
-    kind = type("Bad", (Own,), {name: staticmethod(f) for name, f in fields.items() if f is not None})
-    fleet, layout, first, _ = digits(tmp_path, n=3, limit=90)
-    method = kind(MethodSettings(rounds=4))
-
-    async def several() -> None:  # two draws of one in three are equal in 1 of 9 runs, in all of them in 1 of 59049
-        for _ in range(5):
-            await run(method, method.init(layout, first), fleet, rounds=4)
-
-    with pytest.raises(ConfigError, match=says):
-        await several()
+    told = [f"{what}: {do}" for what, do, stops in found(monkeypatch, kind) if stops]
+    assert any(re.search(says, each) for each in told), told
 
 
-async def test_one_that_draws_from_the_round_is_not_and_its_devices_work_once(tmp_path: Path) -> None:
-    def draws(method: Any, state: OwnState) -> int:
-        return int(round_rng(method.settings, state.round + 1).integers(3))
-
-    kind = type("Good", (Own,), {"draws": staticmethod(draws), "adds": staticmethod(lambda m, s, k: {"drawn": (k,)})})
-    fleet, layout, first, _ = digits(tmp_path, n=3, limit=90)
-    method = kind(MethodSettings(rounds=3, fine_tune=False))
-    state = await run(method, method.init(layout, first), fleet, rounds=3)
-    assert [number for number, label, _ in fleet.asked if label == "train"] == [1, 2, 3]
-    assert sum(state.participations.values()) == 3
+def test_fedges_own_are_proven_by_their_tests() -> None:
+    assert rehearse("fedge", {}, TASK, LAYOUT, made_up(TASK)) == []
 
 
-async def test_in_its_first_rounds_a_simulation_goes_on_with_the_state_that_was_stored(tmp_path: Path) -> None:
-    """A list where the field says tuple becomes one, as after a restart of a coordinator."""
-    kind = type("Lists", (Own,), {"adds": staticmethod(lambda m, s, k: {"drawn": [*s.drawn, k]})})
-    seen: list[type] = []
-
-    class Looking(kind):  # type: ignore[valid-type, misc]
-        async def round(self, state: OwnState, fleet: Fleet) -> OwnState:
-            seen.append(type(state.drawn))
-            found: OwnState = await super().round(state, fleet)
-            return found
-
-    fleet, layout, first, _ = digits(tmp_path, n=3, limit=90)
-    method = Looking(MethodSettings(rounds=2))
-    await run(method, method.init(layout, first), fleet, rounds=2)
-    assert seen == [tuple] * 4
+def test_a_variant_of_one_heeds_what_that_heeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert found(monkeypatch, type("Variant", (FedAvg,), {"name": "variant", "__module__": __name__})) == []
 
 
-@pytest.mark.parametrize(
-    "name", ["fedavg", "fedavg+ft", "fedge", "cfic", "fedbuff", "fedepc", "scmoe-pfl", "pm-moe", "dbe"]
-)
-async def test_fedges_own_methods_are_the_same_again(tmp_path: Path, name: str) -> None:
-    fleet, layout, first, _ = digits(tmp_path, n=6, limit=240)
-    method = make(name, MethodSettings(rounds=3, participation=0.5, sgd=Sgd(steps=2)))
-    state = method.begin(layout, first)
-    while not method.done(state):
-        fleet.round = state.round + 1
-        state = await proven(method, state, fleet)
-    assert set(state.installed) == {device.id for device in fleet.devices()}
-    assert msgspec.structs.asdict(state)["round"] >= 3
+@pytest.mark.parametrize("file", [file for file in FILES if file.stem != "fedbn"], ids=lambda file: file.stem)
+def test_the_examples_keep_their_promises(file: Any) -> None:
+    """Of fedbn the network needs layers that normalise."""
+    findings = rehearse(f"methods.{file.stem}:{own_class(file.read_text())}", {}, TASK, LAYOUT, made_up(TASK))
+    assert not any(finding.stops for finding in findings), findings
+
+
+def test_nothing_is_left_behind(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rehearsal.tempfile, "tempdir", str(tmp_path))
+    found(monkeypatch, Own)
+    assert not list(tmp_path.iterdir())
