@@ -36,6 +36,7 @@ from fedge.egress import Rules, WithheldError, without_figures
 from fedge.errors import ConfigError, FedgeError, ProtocolError, StoreError, TransportError, UpdateRejected, failing_as
 from fedge.files import BlobFolder, read_kept, versions_in, write_atomically
 from fedge.identity import Role, Subject
+from fedge.logs import Lines
 from fedge.messages import Announcement, BlobRef, Health, Phase, Quality, Rollout, RolloutState, decode, encode
 from fedge.rollout import MAX_METADATA_BYTES, takes_part
 from fedge.sealed import speaker
@@ -243,6 +244,7 @@ class Link:
         self._retry_at = 0.0
         self._no_way_back: str | None = None  # rollout
         self._fetching = False
+        self._lines = Lines()
         self._news = asyncio.Event()
         self._health: Health | None = None
         self._unsaid = asyncio.Event()
@@ -272,7 +274,7 @@ class Link:
         try:
             self._rollout = await asyncio.to_thread(self._announced, inbound.payload) if inbound.payload else None
         except (UpdateRejected, StoreError) as error:  # the previous announcement stays in force
-            log.warning("event=announcement_refused reason=%r", str(error))
+            self._lines.warning(log, "event=announcement_refused reason=%r", str(error))
             self._distrusted = f"announcement refused: {error}"
             self._news.set()
             return

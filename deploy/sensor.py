@@ -16,6 +16,7 @@ import msgspec
 from deploy.batching import BusyError
 from deploy.serving import Served
 from fedge.errors import ConfigError, StoreError, TooLargeError, TransportError
+from fedge.logs import Lines
 from fedge.topics import ROOT, Topics
 from fedge.transport import Inbound, Transport
 
@@ -45,6 +46,7 @@ class Sensor:
         self._free = asyncio.Semaphore(MAX_OPEN)
         self._tasks = asyncio.TaskGroup()
         self._entered = asyncio.Event()
+        self._lines = Lines()
 
     async def __aenter__(self) -> Self:
         await self._tasks.__aenter__()
@@ -58,7 +60,7 @@ class Sensor:
     async def handle(self, message: Inbound) -> None:
         """Accept a request; the answer is published when ready."""
         if message.retained:
-            log.warning("event=ignored topic=%s reason='a sample must not be retained'", message.topic)
+            self._lines.warning(log, "event=ignored topic=%s reason='a sample must not be retained'", message.topic)
             return
         await self._free.acquire()
         await self._entered.wait()
@@ -69,8 +71,8 @@ class Sensor:
             payload = (await self._model.infer(message.payload)).body
         except (ConfigError, BusyError) as error:
             payload = self._refusal(str(error))
-        except Exception:
-            log.exception("event=request_failed topic=%s", message.topic)
+        except Exception:  # noqa: BLE001 - it is logged
+            self._lines.log(log, logging.ERROR, "event=request_failed topic=%s", message.topic, traceback=True)
             payload = self._refusal("the model failed; the device's log says why")
         topic = message.response_topic
         if topic is not None and not self._may_answer(topic):
@@ -85,7 +87,7 @@ class Sensor:
                 payload = self._refusal("the answer is larger than the broker takes; ask for fewer outputs or samples")
                 await self._transport.publish(topic, payload, expires_in_s=EXPIRES_S, correlation=correlation)
         except (TransportError, StoreError) as error:  # the topic alone may already be too long
-            log.warning("event=answer_refused topic=%s reason=%r", topic, str(error))
+            self._lines.warning(log, "event=answer_refused topic=%s reason=%r", topic, str(error))
 
     def _may_answer(self, topic: str) -> bool:
         """Prevent senders from making this device write on other topics of the federation."""
@@ -95,5 +97,5 @@ class Sensor:
         return ours or not topic.startswith((f"{ROOT}/", "$"))
 
     def _refusal(self, error: str) -> bytes:
-        log.warning("event=refused name=sample topic=%s detail=%r", self.topic, error)
+        self._lines.warning(log, "event=refused name=sample topic=%s detail=%r", self.topic, error)
         return msgspec.json.encode({"error": error})

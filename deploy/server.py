@@ -21,6 +21,7 @@ from deploy import protocol
 from deploy.batching import BusyError
 from deploy.serving import Served
 from fedge.errors import ConfigError
+from fedge.logs import Lines
 from fedge.port import Handler, Port
 
 log = logging.getLogger("fedge.deploy")
@@ -52,8 +53,9 @@ class Server:
         self._models = {model.name: model for model in models}
         self._port = Port(host, port, tls=tls, health=HEALTH)
         self._token = token
+        self._lines = Lines()
         self._app = web.Application(
-            middlewares=[self._port.watched, _errors, self._allowed], client_max_size=max_body_bytes
+            middlewares=[self._port.watched, self._errors, self._allowed], client_max_size=max_body_bytes
         )
         self._app.add_routes(self._routes())
 
@@ -73,6 +75,37 @@ class Server:
 
     async def __aexit__(self, *_: object) -> None:
         await self._port.close()
+
+    @web.middleware
+    async def _errors(  # noqa: PLR0911 - one for each kind
+        self, request: web.Request, handler: Handler
+    ) -> web.StreamResponse:
+        """Answer errors with {"error": ...}."""
+        try:
+            return await handler(request)
+        except ConfigError as error:
+            return _json({"error": str(error)}, 400)
+        except web.RequestPayloadError as error:
+            response = _json({"error": f"the body cannot be read: {' '.join(str(error).split())}"}, 400)
+            response.force_close()
+            return response
+        except BusyError as error:
+            return _json({"error": str(error)}, 503, {"Retry-After": "1"})
+        except web.HTTPException as error:
+            response = _json({"error": _text(error, request)}, error.status)
+            if isinstance(error, web.HTTPMethodNotAllowed):
+                response.headers["Allow"] = error.headers["Allow"]
+            if error.status == web.HTTPUnauthorized.status_code:
+                response.headers["WWW-Authenticate"] = "Bearer"
+            if error.status in {401, 408, 413}:
+                response.force_close()  # the rest of the body is not needed
+            return response
+        except ConnectionError as error:
+            self._lines.log(log, logging.INFO, "event=client_gone path=%r reason=%r", request.path, str(error))
+            return web.Response(status=400)  # aiohttp notices that the client is gone
+        except Exception:  # noqa: BLE001 - it is logged
+            self._lines.log(log, logging.ERROR, "event=request_failed path=%r", request.path, traceback=True)
+            return _json({"error": "the model failed; the server's log says why"}, 500)
 
     @web.middleware
     async def _allowed(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -193,38 +226,6 @@ def _json(content: object, status: int = 200, headers: dict[str, str] | None = N
     return web.Response(
         body=msgspec.json.encode(content), status=status, headers=headers, content_type="application/json"
     )
-
-
-@web.middleware
-async def _errors(  # noqa: PLR0911 - one for each kind
-    request: web.Request, handler: Handler
-) -> web.StreamResponse:
-    """Answer errors with {"error": ...}."""
-    try:
-        return await handler(request)
-    except ConfigError as error:
-        return _json({"error": str(error)}, 400)
-    except web.RequestPayloadError as error:
-        response = _json({"error": f"the body cannot be read: {' '.join(str(error).split())}"}, 400)
-        response.force_close()
-        return response
-    except BusyError as error:
-        return _json({"error": str(error)}, 503, {"Retry-After": "1"})
-    except web.HTTPException as error:
-        response = _json({"error": _text(error, request)}, error.status)
-        if isinstance(error, web.HTTPMethodNotAllowed):
-            response.headers["Allow"] = error.headers["Allow"]
-        if error.status == web.HTTPUnauthorized.status_code:
-            response.headers["WWW-Authenticate"] = "Bearer"
-        if error.status in {401, 408, 413}:
-            response.force_close()  # the rest of the body is not needed
-        return response
-    except ConnectionError as error:
-        log.info("event=client_gone path=%r reason=%r", request.path, str(error))
-        return web.Response(status=400)  # aiohttp notices that the client is gone
-    except Exception:
-        log.exception("event=request_failed path=%r", request.path)
-        return _json({"error": "the model failed; the server's log says why"}, 500)
 
 
 def _text(error: web.HTTPException, request: web.Request) -> str:

@@ -39,7 +39,7 @@ from fedge.egress import Door, Rules, WithheldError
 from fedge.errors import ProtocolError, StoreError, TransportError
 from fedge.files import BlobFolder, highest_release, volatile
 from fedge.identity import Role, Subject
-from fedge.logs import bound, note
+from fedge.logs import Lines, bound, note
 from fedge.messages import (
     Ack,
     BlobRef,
@@ -217,6 +217,7 @@ class Agent:
         observe: Callable[[str, dict[str, object]], None] = ignore_event,
     ) -> None:
         self.refused: Counter[str] = Counter()
+        self._lines = Lines()
         self._identity = identity
         self._broker = broker
         self._home = home
@@ -662,7 +663,9 @@ class Agent:
         `began`: start of the work, by the monotonic clock; None: the duration is not reported.
         """
         if isinstance(result, Refusal):
-            log.warning("event=order_refused order=%s why=%s reason=%r", order.id, result.why, result.reason)
+            self._lines.warning(
+                log, "event=order_refused order=%s why=%s reason=%r", order.id, result.why, result.reason
+            )
         seconds = 0.0 if began is None else max(time.monotonic() - began, 0.0)
         return self._rules.stripped(report_of(order, result, seconds))
 
@@ -759,7 +762,12 @@ class Agent:
                 self._send(self._measure())
 
     def _say(self, event: str, level: int = logging.INFO, /, **fields: object) -> None:
-        """Log an event and pass it to the observer."""
+        """Log an event and pass it to the observer; of many warnings of a kind, which others can cause, few."""
+        if level >= logging.WARNING:
+            untold = self._lines.untold(f"{event} {fields.get('name', '')}", time.monotonic())
+            if untold is None:
+                return
+            fields |= {"untold": untold} if untold else {}
         note(log, event, {"device": self._identity.device_id, **fields}, level)
         self._observe(event, fields)
 

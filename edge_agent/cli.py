@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import click
 
@@ -135,7 +135,7 @@ class Progress:
     def observe(self, event: str, fields: dict[str, object]) -> None:
         """Redraw the line."""
         if event in self._counts:
-            self._counts[event] += 1
+            self._counts[event] += 1 + cast(int, fields.get("untold", 0))
         if event == "order_started":
             self._doing = f"round {fields['round']}: {fields['step']}"
         elif event in {"online", "order_done", "stopping", "sleeping"}:

@@ -70,8 +70,13 @@ class Lines:
 
     def warning(self, log: logging.Logger, template: str, *args: object) -> None:
         """Log a warning, whose kind is its template, or count it."""
+        self.log(log, logging.WARNING, template, *args)
+
+    def log(self, log: logging.Logger, level: int, template: str, *args: object, traceback: bool = False) -> None:
+        """The same at any level. `traceback`: with that of the present exception."""
         if (untold := self.untold(template, time.monotonic())) is not None:
-            log.warning(f"{template} untold=%d" if untold else template, *args, *([untold] if untold else []))
+            counted = [untold] if untold else []
+            log.log(level, f"{template} untold=%d" if untold else template, *args, *counted, exc_info=traceback)
 
 
 def fields_of(template: str) -> dict[str, str]:

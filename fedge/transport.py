@@ -36,6 +36,7 @@ from paho.mqtt.reasoncodes import ReasonCode
 from fedge.background import first_failure, in_daemon
 from fedge.errors import ConfigError, ProtocolError, TooLargeError, TransportError
 from fedge.identity import trouble_with
+from fedge.logs import Lines
 from fedge.malloc import tune_malloc
 from fedge.mqtt_client import Client
 from fedge.reasons import AGAIN, MEANINGS, NO_QOS, NO_SHARES, TAKEN_OVER, TOO_LARGE, in_words, lacking, meaning
@@ -303,6 +304,7 @@ class _Subscription:
         topic_filter: str,
         handler: Handler,
         drained: Callable[[int], None],
+        lines: Lines,
         refused: Callable[[str], None] | None = None,
     ) -> None:
         self.topic_filter = topic_filter
@@ -310,6 +312,7 @@ class _Subscription:
         self.held_bytes = 0
         self._handler = handler
         self._drained = drained
+        self._lines = lines
         self._queue: deque[_Delivery] = deque()
         self._wake = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
@@ -347,7 +350,7 @@ class _Subscription:
         try:
             await self._handler(message)
         except ProtocolError as error:
-            log.warning("event=refused name=%s topic=%s detail=%s", error.name, message.topic, error)
+            self._lines.warning(log, "event=refused name=%s topic=%s detail=%s", error.name, message.topic, error)
 
 
 # --------------------------------------------------------------------------------------------------- one connection
@@ -777,6 +780,7 @@ class Transport:
         self.bytes_sent = 0
         self.bytes_received = 0
         self.messages_dropped = 0
+        self._lines = Lines()
         self.max_packet_bytes: int | None = None
         """Largest packet that the broker takes; None: it announced nothing."""
         self._chunk_limit = LARGE_CHUNK  # halved while the broker takes no such chunks
@@ -1109,7 +1113,8 @@ class Transport:
         """
         if topic_filter in self._subscriptions:
             raise ValueError(f"{topic_filter} is already subscribed to")
-        subscription = self._subscriptions[topic_filter] = _Subscription(topic_filter, handler, self._drained, refused)
+        subscription = _Subscription(topic_filter, handler, self._drained, self._lines, refused)
+        self._subscriptions[topic_filter] = subscription
         self._by_topic[unshared(topic_filter)] = subscription
         if self._supervisor is None:
             return
@@ -1167,7 +1172,7 @@ class Transport:
                 self._held_bytes += len(message.payload)
             else:
                 self.messages_dropped += 1
-                log.warning("event=dropped topic=%s filter=%s", message.topic, subscription.topic_filter)
+                self._lines.warning(log, "event=dropped topic=%s filter=%s", message.topic, subscription.topic_filter)
                 delivery.handled()
         if self._held_bytes > PAUSE_BYTES:
             connection.pause()

@@ -15,6 +15,7 @@ from coordinator.members import Watched
 from fedge.credentials import CA
 from fedge.errors import ProtocolError
 from fedge.identity import Authority, Role
+from fedge.logs import Lines
 
 log = logging.getLogger("fedge.ui")
 
@@ -46,6 +47,7 @@ class Certificates:
         self._members = Watched(folder, federation)
         self._federation = federation
         self._secret = secrets.token_bytes(32)
+        self._lines = Lines()
 
     def login_of(self, request: web.Request) -> Login | None:
         """The login of the connection's peer; None: nobody with access."""
@@ -58,7 +60,7 @@ class Certificates:
             subject, _ = self._authority.who(shown)
             self._members.admit(subject)
         except ProtocolError as error:
-            log.warning("event=login_refused address=%s reason=%r", request.remote, str(error))
+            self._lines.warning(log, "event=login_refused address=%s reason=%r", request.remote, str(error))
             return None
         if subject.role not in MAY_ACT or subject.federation != self._federation:
             return None

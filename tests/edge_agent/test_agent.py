@@ -31,6 +31,7 @@ from fedge.codec import apply_differences
 from fedge.codec import encode as encode_tensors
 from fedge.egress import PRESETS, Rules
 from fedge.errors import ConfigError, StoreError, TransportError
+from fedge.logs import LINES_PER_MINUTE
 from fedge.messages import (
     MAX_LEFT_S,
     Ack,
@@ -522,6 +523,24 @@ async def test_bad_input_is_refused_by_name_and_changes_nothing(
         await peer.send(order)
         await peer.report_of(order)
         assert worker.done == [order.id], "and it goes on as before"
+
+
+async def test_a_flood_of_bad_messages_is_few_lines_and_each_is_counted(
+    one_broker: LocalBroker, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    events, flood = Events(), 5 * LINES_PER_MINUTE
+    agent = make_agent(one_broker, tmp_path / "home", EchoWorker(), events)
+    async with Peer(one_broker, tmp_path) as peer, running(agent):
+        await peer.presence(Presence.ONLINE)
+        for _ in range(flood):
+            await peer.transport.publish(peer.topics.agent(ME, "orders"), b"nonsense")
+        order = order_of(train(peer.model()))
+        await peer.send(order)
+        await peer.report_of(order)
+        assert agent.refused == {"malformed": flood}
+    assert LINES_PER_MINUTE <= caplog.text.count("event=refused") <= 2 * LINES_PER_MINUTE
+    told = events.of("refused")
+    assert len(told) == caplog.text.count("event=refused")
 
 
 async def test_a_private_file_is_served_to_nobody(one_broker: LocalBroker, tmp_path: Path) -> None:
