@@ -38,7 +38,8 @@ def demo(config: Path | None, options: tuple[str, ...], json_file: Path | None, 
       fedge demo --broker mosquitto --json figures.json --out try-1
 
     Exit codes: 0 every device has a bundle and it ran, 1 a process failed (the end of its log is shown),
-    2 wrong usage, 3 the broker does not start or cannot be reached, 130 stopped by Ctrl-C.
+    2 wrong usage, 3 the broker does not start or cannot be reached, 6 nothing was learned or no device has a bundle,
+    130 stopped by Ctrl-C.
     """
     began = time.monotonic()
     settings = resolve(DemoSettings, "demo", config, flags)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final, Self
 
 from fedge.child import command, environment, tethered
-from fedge.errors import FedgeError
+from fedge.errors import FedgeError, FruitlessError
 
 GRACE_S: Final = 10.0
 """Time for a child to end after SIGTERM; then it is killed."""
@@ -45,11 +45,15 @@ class Child:
         """Accept only these exit codes, or that it still runs when none is given.
 
         Raises:
+            FruitlessError: it came to its end with nothing to show for it, and says why.
             ProcessError: it ended otherwise.
         """
         code = self.process.poll()
         if (code is None and not codes) or code in codes:
             return
+        if code == FruitlessError.exit_code:
+            why = self.log.read_text(encoding="utf-8", errors="replace").strip().rpartition("error: ")[2]
+            raise FruitlessError(f"{why}; the logs are in {self.log.parent}")
         raise ProcessError(f"{self.name} ended with exit code {code}; {self.log} ends with:\n{tail(self.log)}")
 
 

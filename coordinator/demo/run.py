@@ -11,7 +11,6 @@ import shutil
 import sys
 import time
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,7 +22,7 @@ from coordinator.cli import Progress
 from coordinator.demo.processes import Child, Children, ProcessError, tail
 from coordinator.fleet import Fleet
 from coordinator.fleet.simulated import SimulatedFleet
-from coordinator.methods import DEFAULT, MethodSettings, ModelState, Option, make, method_class, steps_alone
+from coordinator.methods import DEFAULT, Method, MethodSettings, ModelState, Option, make, method_class, steps_alone
 from coordinator.methods.local import Local, learn_alone
 from coordinator.selection import cohort_size
 from coordinator.simulation.compare import Comparison, Demonstration, compare_runs
@@ -37,7 +36,7 @@ from coordinator.watch import count_devices
 from fedge.broker import LocalBroker
 from fedge.bundle import Part, PoolInfo, look
 from fedge.egress import FILE as EGRESS
-from fedge.errors import ConfigError, TransportError
+from fedge.errors import ConfigError, FruitlessError, TransportError, failing_as
 from fedge.files import write_atomically
 from fedge.messages import Role
 from fedge.models import initial
@@ -69,6 +68,7 @@ def run(settings: DemoSettings, watch: Watch, options: Mapping[str, Option], beg
 
     Raises:
         ConfigError: the data, the partition or the broker is not available as requested.
+        FruitlessError: nothing was learned, or no device has a bundle.
         ProcessError: a process failed, or a device ended without a bundle.
         TransportError: the broker does not start.
     """
@@ -387,18 +387,14 @@ def baselines(
     scenario = msgspec.structs.replace(as_simulated(settings), participation=share)
     given = scenario.for_method(settings.seed, {})
     ways = Alone(given, trained), make("fedavg", given), make("fedavg+ft", given)
+
+    def measured(label: str, way: Method[Any]) -> RunOutcome:
+        home = settings.folder / "baselines" / label
+        with failing_as(FruitlessError, f"the baseline {label}", on=FruitlessError):
+            return run_on(cameras, way, scenario, settings.seed, home, label, lambda line: watch(f"{label}  {line}"))
+
     with one_thread():
-        return [
-            run_on(
-                *(cameras, way, scenario, settings.seed, settings.folder / "baselines" / label, label),
-                watch=partial(_labelled, watch, label),
-            )
-            for label, way in zip(BASELINES, ways, strict=True)
-        ]
-
-
-def _labelled(watch: Watch, label: str, line: str) -> None:
-    watch(f"{label}  {line}")
+        return [measured(label, way) for label, way in zip(BASELINES, ways, strict=True)]
 
 
 def spent(settings: DemoSettings, cameras: Federation, summary: Mapping[str, Any]) -> dict[str, int]:

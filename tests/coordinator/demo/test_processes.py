@@ -1,9 +1,12 @@
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
 import pytest
 
-from coordinator.demo.processes import Children, ProcessError, tail
+from coordinator.demo.processes import Child, Children, ProcessError, tail
+from fedge.errors import FruitlessError
 
 
 def test_output_and_log_go_to_their_files(tmp_path: Path) -> None:
@@ -30,6 +33,16 @@ def test_a_failure_shows_the_end_of_the_log(tmp_path: Path) -> None:
         child.process.wait(60)
         with pytest.raises(ProcessError, match=r"wrong ended with exit code 2(.|\n)*no such command no-such-command"):
             child.require(0)
+
+
+def test_an_end_with_nothing_to_show_is_told_in_its_own_words(tmp_path: Path) -> None:
+    (tmp_path / "c.log").write_text("INFO event=connected\nerror: nothing was learned in 2 rounds: cam1: it is tired\n")
+    ended = subprocess.Popen([sys.executable, "-c", "raise SystemExit(6)"])
+    ended.wait(60)
+    child = Child("coordinator", ended, tmp_path / "c.out", tmp_path / "c.log")
+    with pytest.raises(FruitlessError) as caught:
+        child.require(0)
+    assert str(caught.value) == f"nothing was learned in 2 rounds: cam1: it is tired; the logs are in {tmp_path}"
 
 
 def test_a_child_that_ended_by_itself_is_not_running_as_it_should(tmp_path: Path) -> None:
