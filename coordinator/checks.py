@@ -85,17 +85,17 @@ def samples_of(name: str, task: TaskSpec, data: Path | None) -> Samples | None:
     try:
         if name.endswith(".json") and data is not None:
             return a_few([device_data(task, data, seed=0).labelled])
-        return few_of(pool(name, data, limit=N_SAMPLES if name == "image-folder" else None))
+        return few_of(pool(name, data, limit=N_SAMPLES if name == "image-folder" else None), task)
     except ConfigError:  # for a task of one's own they need not be the samples of a device
         return None
 
 
-def few_of(read: Pool) -> Samples | None:
-    """A few of all samples of a task, as model inputs; None: there are none."""
+def few_of(read: Pool, task: TaskSpec) -> Samples | None:
+    """A few of all samples of a task, as model inputs (a class of the user's reads such); None: there are none."""
     from fedge.preprocess import apply
 
     few = a_few([(read.x, read.y)])
-    return few and Samples(apply(read.spec, few.x), few.y)
+    return few and Samples(apply(read.spec if ":" in task.name else task, few.x), few.y)
 
 
 def made_up(task: TaskSpec) -> Samples:

@@ -121,7 +121,7 @@ def _samples(
     in_all = {"": samples.by_class(task, read.y)}
     if of_images and settings.data is not None:
         in_all = samples.in_folder(settings.data)
-    return few_of(read), len(read.y), in_all
+    return few_of(read, task), len(read.y), in_all
 
 
 def _lines(task: TaskSpec, examined: Examined, n_read: int, counts: samples.Counts) -> Iterator[str]:

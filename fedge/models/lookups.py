@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch.overrides import TorchFunctionMode
 
 from fedge.errors import ConfigError
+from fedge.loading import FAILURES
 from fedge.models import build
 from fedge.task import Preprocessing, TaskSpec
 
@@ -81,7 +82,7 @@ def _whole_numbers(module: torch.nn.Module, x: torch.Tensor) -> Sequence[torch.T
     with casts, torch.no_grad():
         try:
             module(x)
-        except Exception as error:  # noqa: BLE001 - the user's code; a table may have no such row
+        except FAILURES as error:  # the user's code; a table may have no such row
             log.debug("event=network_refused error=%r", str(error))
     return casts.seen
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedge.errors import ConfigError
-from fedge.loading import load_object
+from fedge.loading import FAILURES, load_object, reason_of
 from fedge.scaling import unfit
 from fedge.task import TRAIN, VALIDATION, TaskSpec
 from fedge.tasks.sampling import n_validation, spread
@@ -172,7 +172,11 @@ def user_task(path: str) -> UserTask:
     """An instance of the user's task class.
 
     Raises:
-        ConfigError: no such class.
+        ConfigError: no such class, or it fails.
     """
-    task: UserTask = load_object(path)()
+    make = load_object(path)
+    try:
+        task: UserTask = make()
+    except FAILURES as error:
+        raise ConfigError(f"{path} fails with {reason_of(error)}") from error
     return task

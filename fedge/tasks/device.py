@@ -11,6 +11,7 @@ from fedge import images, preprocess, table
 from fedge.errors import ConfigError, failing_as
 from fedge.files import require_there
 from fedge.labels import class_numbers
+from fedge.loading import FAILURES, reason_of
 from fedge.task import TEST, TaskSpec
 from fedge.tasks import arrays
 from fedge.tasks.data import DeviceData, user_task
@@ -55,11 +56,13 @@ def device_inputs(task: TaskSpec, source: Path) -> NDArray[np.float32]:
 def _by_its_own_task(task: TaskSpec, source: Path, seed: int, *, labelled: bool = True) -> DeviceData:
     try:
         own = user_task(task.name).device_data(source, seed=seed)
+        if not isinstance(own, DeviceData):
+            raise ConfigError(f"device_data returned {type(own).__name__}, not a fedge.tasks.DeviceData")
         if labelled:
             own.require_samples_of(task)
-    except (OSError, ValueError, LookupError, ConfigError) as error:
+    except FAILURES as error:
         require_there(source, "file or folder of samples")
-        reason = error if isinstance(error, (OSError, ConfigError)) else f"{type(error).__name__}: {error}"
+        reason = error if isinstance(error, (OSError, ConfigError)) else reason_of(error)
         raise ConfigError(f"{task.name} cannot read {source}: {reason}") from error
     return own
 

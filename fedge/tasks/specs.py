@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from fedge import images
 from fedge.errors import MALFORMED, ConfigError, failing_as
 from fedge.files import write_atomically
-from fedge.loading import require_allowed
+from fedge.loading import FAILURES, reason_of, require_allowed
 from fedge.scaling import told
 from fedge.table import read_schema
 from fedge.task import Preprocessing, TaskSpec
@@ -87,7 +87,7 @@ def task_spec(name_or_file: str, data: Path | None = None, *, allow: Container[s
     if name_or_file.endswith(".toml"):
         return _of_table(Path(name_or_file))
     if ":" in name_or_file:
-        return msgspec.structs.replace(user_task(name_or_file).spec(data), name=name_or_file)
+        return _of_class(name_or_file, data)
     if name_or_file not in _DESCRIBED:
         hint = nearest(name_or_file, (*BUILT_IN, *_DESCRIBED))
         raise ConfigError(
@@ -115,6 +115,19 @@ def _read(path: Path, allow: Container[str]) -> TaskSpec:
         task = msgspec.json.decode(path.read_bytes(), type=TaskSpec)
     require_allowed(str(path), task.code, allow, "--allow")
     return task
+
+
+def _of_class(path: str, data: Path | None) -> TaskSpec:
+    own = user_task(path)
+    try:
+        task = own.spec(data)
+    except ConfigError:
+        raise
+    except FAILURES as error:
+        raise ConfigError(f"{path}.spec fails with {reason_of(error)}") from error
+    if not isinstance(task, TaskSpec):
+        raise ConfigError(f"{path}.spec returned {type(task).__name__}, not a fedge.task.TaskSpec")
+    return msgspec.structs.replace(task, name=path)
 
 
 def _of_table(file: Path) -> TaskSpec:

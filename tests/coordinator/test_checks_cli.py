@@ -118,9 +118,11 @@ def test_a_task_of_ones_own_is_tried_with_its_own_samples(
     (tmp_path / "task_of_tokens.py").write_text(TASK_OF_TOKENS)
     (tmp_path / "words").touch()
     monkeypatch.syspath_prepend(tmp_path)
-    words = ["check", "--task", "task_of_tokens:Tokens"]
-    for more in (["--data", str(tmp_path / "words")], [str(tmp_path / "words")], []):
-        assert main([*words, *more]) == 0
+    own = ["--task", "task_of_tokens:Tokens"]
+    np.savez(tmp_path / "d.npz", x=np.arange(600).reshape(120, 5) % 30, y=np.arange(120) % 2)
+    arrays = ["--task", "arrays", "--model", "task_of_tokens:Net", "--data", str(tmp_path / "d.npz")]
+    for more in ([*own, "--data", str(tmp_path / "words")], [*own, str(tmp_path / "words")], own, arrays):
+        assert main(["check", *more]) == 0
         told = capsys.readouterr()
         assert "WRONG" not in told.out
         assert told.out.count("remark") == 0

@@ -170,6 +170,29 @@ def test_a_task_of_the_users_own_reads_its_data(tmp_path: Path, monkeypatch: pyt
         device_data(task, tmp_path, seed=9)
 
 
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("Broken", "AttributeError: 'NoneType' object has no attribute 'x' (wrong_sensor.py, line 2)"),
+        ("Pair", "device_data returned tuple, not a fedge.tasks.DeviceData"),
+        ("Exiting", "SystemExit: no sensor (wrong_sensor.py, line 6)"),
+    ],
+)
+def test_a_task_of_the_users_own_that_fails_is_told_in_a_sentence(
+    name: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "wrong_sensor.py").write_text(
+        "class Broken:\n    def device_data(self, source, *, seed): return None.x\n"
+        "class Pair:\n    def device_data(self, source, *, seed): return [1], [0]\n"
+        "class Exiting:\n    def device_data(self, source, *, seed): raise SystemExit('no sensor')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    task = TaskSpec(name=f"wrong_sensor:{name}", classes=("a", "b"), input_shape=(2,), model="mlp")
+    with pytest.raises(ConfigError) as refused:
+        device_data(task, tmp_path, seed=9)
+    assert str(refused.value) == f"wrong_sensor:{name} cannot read {tmp_path}: {told}"
+
+
 def test_what_a_task_of_the_users_own_cannot_read_is_told_without_a_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -165,3 +165,42 @@ def test_a_task_of_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert spec == msgspec.structs.replace(
         TaskSpec(name="", classes=("a", "b"), input_shape=(2,), model="mlp"), name="my_own_task:Mine"
     )
+
+
+FAILING_TASKS = """
+class Making:
+    def __init__(self): raise KeyError("cfg")
+class Describing:
+    def spec(self, data): return 1 / 0
+class Exiting:
+    def spec(self, data): raise SystemExit("no licence")
+class Other:
+    def spec(self, data): return {"classes": 3}
+class WithoutData:
+    def spec(self): return None
+class Nothing: ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("Making", "failing_tasks:Making fails with KeyError: 'cfg' (failing_tasks.py, line 3)"),
+        (
+            "Describing",
+            "failing_tasks:Describing.spec fails with ZeroDivisionError: division by zero (failing_tasks.py,",
+        ),
+        ("Exiting", "failing_tasks:Exiting.spec fails with SystemExit: no licence (failing_tasks.py, line 7)"),
+        ("Other", "failing_tasks:Other.spec returned dict, not a fedge.task.TaskSpec"),
+        ("WithoutData", "failing_tasks:WithoutData.spec fails with TypeError: WithoutData.spec() takes 1 positional"),
+        ("Nothing", "failing_tasks:Nothing.spec fails with AttributeError: 'Nothing' object has no attribute 'spec'"),
+    ],
+)
+def test_a_class_of_the_users_that_fails_is_told_in_a_sentence(
+    name: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "failing_tasks.py").write_text(FAILING_TASKS)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError) as refused:
+        task_spec(f"failing_tasks:{name}")
+    assert str(refused.value).startswith(told)
