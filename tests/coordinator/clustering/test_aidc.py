@@ -117,6 +117,7 @@ def test_units():
     assert aidc.class_unit(classes) == pytest.approx(one, abs=1e-6)
     assert aidc.divergence_matrix(classes, unit=aidc.class_unit(classes))[0, 1] == pytest.approx(1.0)
     assert aidc.split_half_unit([0.01, 0.03]) == pytest.approx(12 * 0.02 / 2)
+    assert aidc.split_half_unit([0.0, 0.02, 1e6]) == pytest.approx(12 * 0.02 / 2), "a zero removes no bound"
     for useless in (np.ones((2, 3)), np.eye(3)[:1]):
         with pytest.raises(ValueError, match=r"unit"):
             aidc.class_unit(useless)

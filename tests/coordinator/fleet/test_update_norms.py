@@ -49,6 +49,7 @@ def test_an_update_beyond_a_hundred_medians_is_none_and_the_others_stay() -> Non
     assert refused["d3"].name == "update-too-large"
     assert "norms 251, 0" in str(refused["d3"])
     assert "at most 250" in str(refused["d3"])
+    assert list(limited(answers(5, 5, 5), norms(0.0, 1.0, 1e6))[1]) == ["d2"], "an update of zero removes no limit"
 
 
 def test_the_first_updates_of_a_cluster_are_believed_beside_those_of_one_with_nothing_left_to_learn() -> None:
