@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +24,7 @@ from deploy.engines import (
     how_of,
 )
 from deploy.runtime import Prediction, Runtime, load_as
-from fedge import images, table
+from fedge import images, npz, table
 from fedge.config import resolve, settings_options
 from fedge.errors import ConfigError, failing_as
 from fedge.labels import class_numbers
@@ -35,8 +34,6 @@ from fedge.text import printable
 
 MAX_ROWS = 20
 """Samples of one input that the table shows; --json has them all."""
-UNREADABLE = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile)
-"""What numpy raises of a file that holds no arrays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +108,12 @@ def _read(runtime: Runtime, path: Path) -> Samples:
         return Samples(rows["x"], rows.get("y"))
     if suffix not in {".npy", ".npz"}:
         raise ConfigError(f"cannot read {path}: use .png, .jpg, a folder or .zip of them, .npy, .npz, .csv or .parquet")
-    with failing_as(ConfigError, f"cannot read {path}", on=UNREADABLE), path.open("rb") as file:
-        loaded = np.load(file, allow_pickle=False)
-        if isinstance(loaded, np.ndarray):
-            return Samples(runtime.as_batch(loaded))
-        x, y = runtime.as_batch(loaded["x"]), loaded.get("y")
+    if suffix == ".npy":
+        return Samples(runtime.as_batch(npz.load_array(path)))
+    loaded = npz.load(path, ("x", "y"))
+    if "x" not in loaded:
+        raise ConfigError(f"{path} has no array x, the samples")
+    x, y = runtime.as_batch(loaded["x"]), loaded.get("y")
     return Samples(x, None if y is None else class_numbers(y, len(x), runtime.task.n_classes, f"{path}: y"))
 
 

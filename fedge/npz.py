@@ -1,4 +1,4 @@
-"""Arrays from untrusted .npz files: claimed sizes are checked before memory is allocated."""
+"""Arrays from untrusted .npz and .npy files: claimed sizes are checked before memory is allocated."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import zipfile
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +47,22 @@ def load(file: Path, names: Iterable[str] | None = None) -> dict[str, NDArray[An
         raise ConfigError(f"{file} is not an .npz file of arrays: {error}") from error
 
 
+def load_array(file: Path) -> NDArray[Any]:
+    """Load the array of an .npy file.
+
+    Raises:
+        ConfigError: it cannot be read, is not an .npy file, or its array needs more than a quarter of the memory.
+    """
+    require_there(file, "file of samples")
+    try:
+        with file.open("rb") as opened:
+            require_room(file, _sized(opened, "it", os.fstat(opened.fileno()).st_size))
+            opened.seek(0)
+            return _readable(np.lib.format.read_array(opened, allow_pickle=False))
+    except _DAMAGED as error:
+        raise ConfigError(f"{file} is not an .npy file of an array: {error}") from error
+
+
 def require_room(file: Path, claimed: int) -> None:
     """Refuse a file whose content takes more than a quarter of the memory.
 
@@ -74,11 +90,16 @@ def _claimed(archive: zipfile.ZipFile, name: str) -> int:
     """Bytes of an array by its header, as model input; the file is damaged if the member's size differs."""
     member = f"{name}.npy" if f"{name}.npy" in archive.namelist() else name
     with archive.open(member) as file:
-        version = np.lib.format.read_magic(file)
-        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, _, dtype = read(file)
-        claimed = math.prod(shape) * dtype.itemsize
-        held = archive.getinfo(member).file_size - file.tell()
+        return _sized(file, name, archive.getinfo(member).file_size)
+
+
+def _sized(file: IO[bytes], name: str, size: int) -> int:
+    """The same of an open .npy file of `size` bytes."""
+    version = np.lib.format.read_magic(file)
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, _, dtype = read(file)
+    claimed = math.prod(shape) * dtype.itemsize
+    held = size - file.tell()
     if claimed != held:
         raise ValueError(f"{name} claims {claimed} bytes and holds {held}")
     return math.prod(shape) * max(dtype.itemsize, INPUT_BYTES)

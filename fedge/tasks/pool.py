@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import math
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from fedge import images, table
 from fedge.errors import ConfigError, failing_as
 from fedge.labels import class_numbers
 from fedge.loading import load_object
+from fedge.npz import INPUT_BYTES, require_room
 from fedge.task import Preprocessing, TaskSpec
 from fedge.tasks import arrays, har, speech
 from fedge.tasks.device import device_data
@@ -149,11 +151,12 @@ def _read_idx(folders: list[Path], name: str, magic: int) -> NDArray[np.uint8]:
     file = next((candidate for candidate in candidates if candidate.is_file()), None)
     if file is None:
         raise ConfigError(f"{name}.gz is not in {', '.join(str(folder) for folder in folders)}")
-    with failing_as(ConfigError, f"{file} is not an IDX file", on=(OSError, EOFError, ValueError, zlib.error)):
-        content = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
-        n_dimensions = magic & 0xFF
-        header = np.frombuffer(content, dtype=">u4", count=1 + n_dimensions)
-        values = np.frombuffer(content, dtype=np.uint8, offset=header.nbytes)
-    if header[0] != magic or values.size != np.prod(header[1:], dtype=np.int64):
+    broken = failing_as(ConfigError, f"{file} is not an IDX file", on=(OSError, EOFError, ValueError, zlib.error))
+    with broken, gzip.open(file) if file.suffix == ".gz" else file.open("rb") as opened:
+        header = np.frombuffer(opened.read(4 * (1 + (magic & 0xFF))), dtype=">u4", count=1 + (magic & 0xFF))
+        claimed = math.prod(header[1:].tolist())
+        require_room(file, INPUT_BYTES * claimed)
+        values = np.frombuffer(opened.read(claimed + 1), dtype=np.uint8)  # few bytes may become very many
+    if header[0] != magic or values.size != claimed:
         raise ConfigError(f"{file} is not an IDX file: header {header.tolist()} with {values.size} values")
     return values.reshape(header[1:].astype(np.int64))

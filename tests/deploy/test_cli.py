@@ -1,6 +1,8 @@
 """`fedge infer` on the golden bundle, without torch."""
 
+import io
 import json
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -127,6 +129,14 @@ def test_a_sample_that_is_not_finite_is_refused(tmp_path):
         run(tmp_path / "bad.npy", "--json")
 
 
+def claiming(n):
+    """128 bytes of an .npy that claims n samples."""
+    np.lib.format.write_array_header_1_0(
+        header := io.BytesIO(), {"descr": "<f4", "fortran_order": False, "shape": (n, 8, 8)}
+    )
+    return header.getvalue()
+
+
 class _Trap:
     def __reduce__(self):
         return (pytest.fail, ("unpickled",))
@@ -139,6 +149,8 @@ class _Trap:
         ("broken.npy", lambda p: p.write_bytes(b"not numpy")),
         ("empty.npy", lambda p: p.write_bytes(b"")),
         ("broken.npz", lambda p: p.write_bytes(b"PK\x03\x04")),
+        ("claims.npy", lambda p: p.write_bytes(claiming(10**12))),
+        ("claims.npz", lambda p: zipfile.ZipFile(p, "w").writestr("x.npy", claiming(10**12))),
         ("pickle.npy", lambda p: np.save(p, np.array([_Trap()], object), allow_pickle=True)),
         ("no-x.npz", lambda p: np.savez(p, z=np.zeros((8, 8)))),
         ("labels.npz", lambda p: np.savez(p, x=np.zeros((3, 8, 8)), y=np.zeros(2))),

@@ -87,3 +87,27 @@ def test_what_is_no_archive(tmp_path, data):
     (tmp_path / "a.npz").write_bytes(data)
     with pytest.raises(ConfigError, match=r"is not an \.npz file"):
         npz.load(tmp_path / "a.npz", ("x",))
+
+
+@pytest.mark.parametrize("shape", [(10**12, 1, 8, 8), (1 << 38,), (26,)])
+def test_an_array_whose_header_claims_more_than_there_is(tmp_path, shape):
+    (path := tmp_path / "a.npy").write_bytes(header(shape) + bytes(100))
+
+    with pytest.raises(
+        ConfigError, match=r"a\.npy is not an \.npy file of an array: it claims \d+ bytes and holds 100"
+    ):
+        npz.load_array(path)
+
+
+def test_an_array_that_is_too_large_for_the_memory(tmp_path):
+    with (path := tmp_path / "a.npy").open("wb") as file:
+        file.write(header((1 << 40,)))
+        file.truncate(file.tell() + (1 << 42))  # without a byte on the disk
+
+    with pytest.raises(ConfigError, match="a quarter of it"):
+        npz.load_array(path)
+
+
+def test_an_array(tmp_path):
+    np.save(tmp_path / "a.npy", np.arange(3))
+    assert npz.load_array(tmp_path / "a.npy").tolist() == [0, 1, 2]

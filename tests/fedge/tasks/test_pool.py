@@ -81,6 +81,16 @@ def test_idx_files_wherever_they_usually_lie(tmp_path: Path, digits: Pool, task:
     assert found.x[:, 14, 14].tolist() == (digits.x[:50, 4, 4] * 15).tolist()
 
 
+def test_an_idx_file_that_grows_when_it_is_unpacked_is_refused_first(tmp_path: Path, digits: Pool) -> None:
+    write_idx(tmp_path, digits)
+    file = tmp_path / "train-images-idx3-ubyte.gz"
+    for sides, told in (((2**31, 2**10, 2**10), "a quarter of it"), ((3, 1, 1), "with 4 values")):
+        with gzip.open(file, "wb") as opened:
+            opened.write(struct.pack(">4I", 0x00000803, *sides) + bytes(2**20))
+        with pytest.raises(ConfigError, match=rf"train-images-idx3-ubyte\.gz .*{told}"):
+            pool("mnist", tmp_path)
+
+
 def test_broken_idx_files_are_named(tmp_path: Path, digits: Pool) -> None:
     write_idx(tmp_path, digits)
     file = tmp_path / "train-images-idx3-ubyte.gz"
