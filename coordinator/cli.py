@@ -235,7 +235,7 @@ class StatusSettings(Credentials, frozen=True, kw_only=True):
     """Section [status] of the configuration."""
 
     home: Annotated[Path | None, "Folder of a coordinator on this machine."] = None
-    broker: Annotated[str | None, "Ask a broker instead, HOST:PORT: shows the devices only."] = None
+    broker: Annotated[str | None, "Ask a broker instead, as of `fedge agent`: shows the devices only."] = None
     federation: Annotated[str | None, "Name of the federation, with --broker."] = None
 
 

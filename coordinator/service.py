@@ -49,7 +49,7 @@ from coordinator.watch import read_summary, without_bundle_because
 from fedge import weights
 from fedge.codec import encode
 from fedge.config import CODE, Duration, Name, Secret
-from fedge.credentials import Credentials
+from fedge.credentials import Broker, Credentials
 from fedge.errors import ConfigError, FruitlessError, StoreError
 from fedge.files import write_atomically
 from fedge.logs import bind
@@ -88,7 +88,7 @@ METHOD_NAMES: Final = ", ".join(installed_methods())
 class CoordinatorSettings(Credentials, frozen=True, kw_only=True):
     """Section [coordinator] of the configuration."""
 
-    broker: Annotated[str, "MQTT broker, HOST:PORT."]
+    broker: Broker
     federation: Annotated[Name, "Name of the federation."]
     home: Annotated[Path, "Folder of the durable state. One coordinator each."]
     store: Annotated[

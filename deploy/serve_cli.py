@@ -77,7 +77,7 @@ class ServeSettings(Credentials, frozen=True, kw_only=True):
     threads: ThreadsOption = 1
     provider: ProviderOption = "auto"
     provider_options: ProviderOptions = ""
-    broker: Annotated[str | None, "MQTT broker, HOST:PORT: also answer sensors there."] = None
+    broker: Annotated[str | None, "MQTT broker, as of `fedge agent`: also answer sensors there."] = None
     federation: Annotated[Name | None, "With a broker: the federation's name."] = None
     id: Annotated[Name | None, "With a broker: the name of this device."] = None
     egress: RulesFile = None
@@ -128,6 +128,7 @@ def serve(folders: tuple[str, ...], config: Path | None, as_json: bool, **flags:
             raise ConfigError("--broker needs --federation, --id, and --home or exactly one model for the sensors")
         if settings.broker is not None:
             parse_address(settings.broker)
+            settings.way()
             settings.by_files()
         tls = server_tls(settings.token, settings.http_cert_file, settings.http_key_file)
         asyncio.run(_run(settings, models, rules, tls, as_json))

@@ -162,6 +162,8 @@ def configure(kit: Kit, folder: Path, data: Path | None, task: str | None) -> Pa
     settings = {
         "broker": kit.broker,
         "federation": kit.federation,
+        "topic_prefix": kit.topic_prefix,
+        "client_prefix": kit.client_prefix,
         "id": kit.id,
         "identity": str((folder / IDENTITY).absolute()),
         "home": str(HOME if folder == FOLDER else (folder / "home").absolute()),

@@ -9,7 +9,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from fedge.config import CODE, Duration, Name, Seconds
-from fedge.credentials import Credentials, KeepAlive
+from fedge.credentials import Broker, Credentials, KeepAlive
 from fedge.egress import RulesFile
 from fedge.processor import Processor, TrainOn
 from fedge.step import Steps, known_steps
@@ -21,7 +21,7 @@ from fedge.weights import Allow, TaskName
 class AgentSettings(Credentials, frozen=True, kw_only=True):
     """Section [agent] of the configuration."""
 
-    broker: Annotated[str, "MQTT broker, HOST:PORT."]
+    broker: Broker
     federation: Annotated[Name, "Name of the federation to take part in."]
     id: Annotated[Name, "Name of this device, unique in the federation: letters, digits, dot, dash, underscore."]
     home: Annotated[Path, "Folder of this agent alone: private model, unfinished orders, bundles."]

@@ -85,7 +85,9 @@ class Workplace:
         """`digest`: of the `samples` as the agent took them at its start; orders fail once they are others."""
         self._bundles = settings.home / "bundles"
         self._digest = digest
-        self._settings = msgspec.structs.replace(settings, password=None, inference_only=not settings.trains)
+        self._settings = msgspec.structs.replace(
+            settings, password=None, proxy=None, inference_only=not settings.trains
+        )
         self._child: Child | None = None
         self._in_use = threading.Lock()
         self._rest: threading.Timer | None = None

@@ -101,6 +101,7 @@ class LocalBroker:
     Start it from a thread that lives as long as the broker should (normally the main thread).
 
     identity: of a broker, by `fedge provision`; Mosquitto then admits only members of its federation.
+    topic_prefix: of that federation's topics, if it has one.
     """
 
     def __init__(
@@ -111,11 +112,13 @@ class LocalBroker:
         port: int = 0,
         home: Path | None = None,
         identity: Path | None = None,
+        topic_prefix: str = "",
     ) -> None:
         self.name = choose("mosquitto" if identity is not None and kind == "auto" else kind)
         if identity is not None and self.name != "mosquitto":
             raise ConfigError(f"{self.name} knows no certificates: --identity needs --kind mosquitto")
         self._identity = identity
+        self._topic_prefix = topic_prefix
         self.host = host
         self.port = port or free_port(host)
         self._temporary = tempfile.TemporaryDirectory(prefix="fedge-broker-") if home is None else None
@@ -173,7 +176,8 @@ class LocalBroker:
         if self._identity is None:
             text = mosquitto_config(mosquitto.for_everybody(self.host, self.port))
         else:
-            (home / mosquitto.ACCESS_LIST).write_text(mosquitto.access_list(_federation_of(self._identity)))
+            rules = mosquitto.access_list(_federation_of(self._identity), self._topic_prefix)
+            (home / mosquitto.ACCESS_LIST).write_text(rules)
             folder = self._identity.absolute()
             listener = mosquitto.for_members(folder, home.absolute(), self.port, self.host)
             text = mosquitto_config(mosquitto.before_listeners() + listener, home)
@@ -315,8 +319,11 @@ async def _run(running: LocalBroker, *, follow: bool, as_json: bool) -> None:
     type=click.Path(path_type=Path),
     help="FOLDER/broker of `fedge provision`: admit only members of this federation, over TLS.",
 )
+@click.option("--topic-prefix", default="", help="With an identity: that of the federation's topics, if it has one.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object with kind, host and port, once it listens.")
-def broker(kind: str, host: str, port: int, home: Path | None, identity: Path | None, *, as_json: bool) -> None:
+def broker(
+    kind: str, host: str, port: int, home: Path | None, identity: Path | None, topic_prefix: str, *, as_json: bool
+) -> None:
     """Run a broker on this machine until Ctrl-C: Mosquitto if it is installed, otherwise amqtt.
 
     It admits everybody who can reach the address, so keep it on this machine or a closed network. Or give Mosquitto an
@@ -330,7 +337,7 @@ def broker(kind: str, host: str, port: int, home: Path | None, identity: Path | 
 
     Exit codes: 0 stopped, 2 wrong usage, 3 it does not start or ends by itself.
     """
-    local = LocalBroker(kind, host=host, port=port, home=home, identity=identity)
+    local = LocalBroker(kind, host=host, port=port, home=home, identity=identity, topic_prefix=topic_prefix)
     asyncio.run(_run(local, follow=identity is not None, as_json=as_json))
 
 

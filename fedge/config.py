@@ -83,6 +83,20 @@ Duration = Annotated[float, Meta(gt=0, extra={"unit": "s"})]
 """More than no time."""
 
 
+TopicPrefix = Annotated[
+    str,
+    Meta(
+        pattern=r"^[A-Za-z0-9_.:@-]+(/[A-Za-z0-9_.:@-]+)*\Z",
+        max_length=200,
+        extra={"words": "levels of a topic such as company/site: letters, digits and any of _.:@- between slashes"},
+    ),
+]
+ClientPrefix = Annotated[
+    str, Meta(pattern=r"^[A-Za-z0-9_.:@/-]{1,28}\Z", extra={"words": "1 to 28 letters, digits and any of _.:@/-"})
+]
+"""What a broker of others wants before all topics, and before client ids (fedge.topics.MAX_CLIENT_PREFIX)."""
+
+
 class Secret(str):
     """A setting that is never shown: it is masked in its repr and in the repr of its settings."""
 

@@ -8,15 +8,16 @@ from typing import Annotated, Final, Self
 import msgspec
 from msgspec import Meta, Struct
 
-from fedge.config import Secret
+from fedge.config import ClientPrefix, Secret, TopicPrefix
 from fedge.errors import ConfigError
-from fedge.route import parse_address
+from fedge.route import Proxy, parse_address, parse_proxy
 from fedge.transport import BrokerSettings
 
 CA: Final = "ca.crt"
 CERTIFICATE: Final = "own.crt"
 KEY: Final = "own.key"
 """Files of an identity, the folder that `fedge provision` and `fedge enrol` write."""
+Broker = Annotated[str, "MQTT broker, HOST:PORT; over WebSockets ws://HOST:PORT/PATH or wss://HOST:PORT/PATH."]
 KeepAlive = Annotated[
     int, Meta(ge=1, le=3600, extra={"unit": "s"}), "Keep-alive; after 1.5 times this we count as gone."
 ]
@@ -31,12 +32,19 @@ class Credentials(Struct, frozen=True, kw_only=True):
     ca_file: Annotated[str | None, "Certificate authority of the broker; turns TLS on."] = None
     cert_file: Annotated[str | None, "Our own certificate, if the broker demands one."] = None
     key_file: Annotated[str | None, "Its private key."] = None
+    proxy: Annotated[
+        Secret | None, "Way to the broker: http://HOST:PORT or socks5://HOST:PORT, with USER:PASSWORD@ if it asks."
+    ] = None
+    topic_prefix: Annotated[
+        TopicPrefix | None, "Put before all topics, the same in the whole federation, where the broker demands one."
+    ] = None
+    client_prefix: Annotated[ClientPrefix | None, "Put before our client id, where the broker demands one."] = None
 
     def at(self, address: str, *, keepalive_s: int = 30) -> BrokerSettings:
-        """How to reach the broker at HOST:PORT.
+        """How to reach the broker at this address.
 
         Raises:
-            ConfigError: not an address, or the certificates cannot be used.
+            ConfigError: not an address, the proxy is none, or the certificates cannot be used.
         """
         at = parse_address(address)
         files = self.by_files()
@@ -53,9 +61,20 @@ class Credentials(Struct, frozen=True, kw_only=True):
             keepalive_s,
             at.path,
             at.secure,
+            self.way(),
+            self.topic_prefix or "",
+            self.client_prefix or "",
         )
         broker.tls()  # read once at start: at a connection, a missing file would look like an outage
         return broker
+
+    def way(self) -> Proxy | None:
+        """The proxy, if any.
+
+        Raises:
+            ConfigError: its address is wrong.
+        """
+        return None if self.proxy is None else parse_proxy(self.proxy)
 
     def by_files(self) -> Self:
         """The same settings, with the identity replaced by its three files.

@@ -6,7 +6,6 @@ import asyncio
 import os
 import platform
 import shutil
-import socket
 import ssl
 import subprocess
 import tempfile
@@ -24,10 +23,11 @@ from msgspec import Struct
 import fedge
 from fedge import child
 from fedge.config import Name, resolve, section_of, settings_options
-from fedge.credentials import CERTIFICATE, Credentials
+from fedge.credentials import CERTIFICATE, Broker, Credentials
 from fedge.errors import ConfigError, FedgeError, ProtocolError, TransportError
 from fedge.identity import Role, Subject
 from fedge.messages import BEACON_S, Beacon, decode
+from fedge.route import ProxyError, connect, host_and_port
 from fedge.sealed import speaker
 from fedge.text import printable
 from fedge.tls import client_tls
@@ -73,7 +73,7 @@ class DoctorSettings(Credentials, frozen=True, kw_only=True):
         Literal["agent", "coordinator", "serve"],
         "Whose section of the configuration counts: agent, coordinator or serve.",
     ] = "agent"
-    broker: Annotated[str | None, "MQTT broker, HOST:PORT."] = None
+    broker: Broker | None = None
     federation: Annotated[Name | None, "Name of the federation."] = None
     id: Annotated[Name | None, "Name of this device."] = None
     home: Annotated[Path | None, "Folder of the agent, the coordinator or the runtime."] = None
@@ -299,7 +299,7 @@ def of_the_broker(settings: DoctorSettings) -> Iterator[Finding]:
     except ConfigError as error:
         yield Finding("broker", "bad", str(error))
         return
-    where = f"{broker.host}:{broker.port}"
+    where = host_and_port(broker.host, broker.port)
     try:
         _knock(broker)
     except ssl.SSLCertVerificationError as error:
@@ -314,6 +314,9 @@ def of_the_broker(settings: DoctorSettings) -> Iterator[Finding]:
         do = "is it the port for TLS (8883)? Without certificates take 1883, and no --identity"
         yield Finding("broker", "bad", f"{where} does not speak TLS with us: {error.reason or error}", do)
         return
+    except ProxyError as error:
+        yield Finding("broker", "bad", f"{where} cannot be reached: {error}", "see --proxy, and who runs it")
+        return
     except OSError as error:
         do = "is it started, is the address right, does a firewall stand between?"
         yield Finding("broker", "bad", f"{where} cannot be reached: {error.strerror or error}", do)
@@ -322,9 +325,10 @@ def of_the_broker(settings: DoctorSettings) -> Iterator[Finding]:
 
 
 def _knock(broker: BrokerSettings) -> None:
-    with socket.create_connection((broker.host, broker.port), timeout=PATIENCE_S) as tcp:
+    at = broker.address
+    with connect(at.host, at.port, broker.proxy, PATIENCE_S) as tcp:
         if (context := broker.tls()) is not None:
-            context.wrap_socket(tcp, server_hostname=broker.host).close()
+            context.wrap_socket(tcp, server_hostname=at.name).close()
 
 
 async def _speak(settings: DoctorSettings, broker: BrokerSettings, where: str) -> list[Finding]:

@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from msgspec import Meta, Struct
 
 from fedge import certificates
-from fedge.config import Name
+from fedge.config import ClientPrefix, Name, TopicPrefix
 from fedge.errors import MALFORMED, ConfigError
 from fedge.identity import out_of_date, subject_of
 from fedge.route import parse_address
@@ -28,8 +28,8 @@ MAX_BYTES: Final = 1 << 20
 Pem = Annotated[str, Meta(max_length=10_000)]
 
 
-class Kit(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The content of a kit.
+class Kit(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The content of a kit. What it does not say is left out, so that an earlier fedge can read it.
 
     ca, certificate: in PEM, of the authority and of the device; key: private key in PEM, unless the device made one
     itself; task: what is learned, without code.
@@ -42,6 +42,8 @@ class Kit(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     certificate: Pem
     key: Pem | None = None
     task: TaskSpec | None = None
+    topic_prefix: TopicPrefix | None = None
+    client_prefix: ClientPrefix | None = None
 
 
 class _Sealed(Struct, frozen=True, forbid_unknown_fields=True):

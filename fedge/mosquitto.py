@@ -12,7 +12,7 @@ from typing import Final
 
 from fedge.credentials import CA, CERTIFICATE, KEY
 from fedge.identity import CRL
-from fedge.topics import ROOT
+from fedge.topics import ROOT, below
 
 ACCESS_LIST: Final = "acl"
 MAX_PACKET_BYTES: Final = 2 * 1024 * 1024
@@ -74,9 +74,9 @@ acl_file {rules / ACCESS_LIST}
 """
 
 
-def access_list(federation: str) -> str:
+def access_list(federation: str, topic_prefix: str = "") -> str:
     """Who may publish and subscribe to what in a federation. %u is the name in a client's certificate."""
-    here = f"{ROOT}/{federation}"
+    here = below(topic_prefix, f"{ROOT}/{federation}")
     return f"""\
 # A device speaks for itself alone, and hears what is for it or for all.
 pattern write {here}/agents/%u/#

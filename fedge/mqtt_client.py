@@ -41,8 +41,10 @@ class Client(paho.Client):
     def _create_socket(self) -> Any:
         sock: Any = self._create_socket_connection()
         try:
-            if self._ssl:
-                sock = self._ssl_wrap_socket(sock)
+            if self._ssl_context is not None:
+                name = self._address.name
+                sock = self._ssl_context.wrap_socket(sock, server_hostname=name, do_handshake_on_connect=False)
+                sock.do_handshake()
             return sock if self._address.path is None else _WebSocket(sock, self._address)
         except BaseException:
             sock.close()

@@ -28,8 +28,14 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 ROOT = "fedge/1"
+"""Of all topics. At a broker that leaves us a part of its topics alone, `fedge.transport` puts a prefix before it."""
 MAX_CLIENT_ID: Final = 100
 """Characters of a client id; VerneMQ takes no more by default, AWS IoT 128."""
+MAX_CLIENT_PREFIX: Final = 28
+"""Characters that may go before it."""
+
+OUTSIDE: Final = "$outside/"
+"""Before a topic that cannot be ours, since it is not below the topic prefix."""
 
 INTAKES: Final = "intakes"
 MODELS: Final = "models"
@@ -105,3 +111,23 @@ class Topics:
         """The levels below the prefix, or () for a foreign topic."""
         head = self.prefix + "/"
         return tuple(topic[len(head) :].split("/")) if topic.startswith(head) else ()
+
+
+def unshared(topic_filter: str) -> str:
+    """The plain filter of a shared subscription ($share/GROUP/FILTER); other filters unchanged."""
+    return topic_filter.split("/", 2)[2] if topic_filter.startswith("$share/") else topic_filter
+
+
+def below(prefix: str, topic: str) -> str:
+    """A topic or filter as it is called at a broker where all of ours are below `prefix` (empty: none)."""
+    if not prefix:
+        return topic
+    plain = unshared(topic)
+    return f"{topic.removesuffix(plain)}{prefix}/{plain}"
+
+
+def without(prefix: str, topic: str) -> str:
+    """Undo `below`; a topic elsewhere gets `OUTSIDE`."""
+    if not prefix:
+        return topic
+    return topic.removeprefix(f"{prefix}/") if topic.startswith(f"{prefix}/") else f"{OUTSIDE}{topic}"

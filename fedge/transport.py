@@ -42,6 +42,7 @@ from fedge.mqtt_client import Client
 from fedge.reasons import AGAIN, MEANINGS, NO_QOS, NO_SHARES, TAKEN_OVER, TOO_LARGE, in_words, lacking, meaning
 from fedge.route import Address, Proxy, ProxyError, host_and_port, other_than_mqtt, outage
 from fedge.tls import client_tls
+from fedge.topics import below, unshared, without
 
 log = logging.getLogger("fedge.transport")
 
@@ -138,6 +139,8 @@ class BrokerSettings:
 
     path, secure: as of `Address`. A `secure` broker is over TLS without `ca_file`, too; it is trusted as the system
     trusts web servers.
+    topic_prefix: levels before all our topics at this broker. Nobody but the transport sees it.
+    client_prefix: before our client id.
     """
 
     host: str
@@ -151,6 +154,8 @@ class BrokerSettings:
     path: str | None = None
     secure: bool = False
     proxy: Proxy | None = None
+    topic_prefix: str = ""
+    client_prefix: str = ""
 
     @property
     def address(self) -> Address:
@@ -172,7 +177,8 @@ class BrokerSettings:
 class Inbound:
     """A message from the broker. `retained`: it was there before we subscribed.
 
-    A request names a topic for its answer, and data to return with it (MQTT 5 only).
+    A request names a topic for its answer, and data to return with it (MQTT 5 only). One that is not below our topic
+    prefix begins with `OUTSIDE`.
     """
 
     topic: str
@@ -274,11 +280,6 @@ class Window:
 
 
 # --------------------------------------------------------------------------------------------------- what comes in
-
-
-def unshared(topic_filter: str) -> str:
-    """The plain filter of a shared subscription ($share/GROUP/FILTER); other filters unchanged."""
-    return topic_filter.split("/", 2)[2] if topic_filter.startswith("$share/") else topic_filter
 
 
 @dataclass(slots=True)
@@ -436,7 +437,8 @@ class _Connection:
             if self._transport.door is not None:
                 self._transport.door(will.topic, will.payload)
             properties = self._properties(PacketTypes.WILLMESSAGE, WillDelayInterval=will.delay_s)
-            client.will_set(will.topic, will.payload, qos=1, retain=True, properties=properties)
+            topic = below(settings.topic_prefix, will.topic)
+            client.will_set(topic, will.payload, qos=1, retain=True, properties=properties)
         client.on_log = self._on_log
         client.on_connect = self._on_connect
         client.on_disconnect = self._on_disconnect
@@ -594,7 +596,7 @@ class _Connection:
                 raise TransportError(str(error)) from error
 
     async def _ask_for(self, topic_filter: str) -> None:
-        _, packet_id = self._client.subscribe(topic_filter if self.shares else unshared(topic_filter), qos=1)
+        _, packet_id = self._client.subscribe(self._name(topic_filter), qos=1)
         if packet_id is None or self.closed.done():
             return
         grant = self._grants[packet_id] = self._loop.create_future()
@@ -607,7 +609,12 @@ class _Connection:
 
     def unsubscribe(self, topic_filter: str) -> None:
         """Unsubscribe without waiting for the answer: TCP keeps the order if the filter is subscribed to again."""
-        self._client.unsubscribe(topic_filter if self.shares else unshared(topic_filter))
+        self._client.unsubscribe(self._name(topic_filter))
+
+    def _name(self, topic_filter: str) -> str:
+        """A filter's name at this broker."""
+        name = topic_filter if self.shares else unshared(topic_filter)
+        return below(self._transport.settings.topic_prefix, name)
 
     # ----------------------------------------------------------------------------- callbacks, all on the loop
 
@@ -652,11 +659,12 @@ class _Connection:
             topic = message.topic
         except UnicodeDecodeError:
             return
+        prefix, answer = self._transport.settings.topic_prefix, getattr(message.properties, "ResponseTopic", None)
         inbound = Inbound(
-            topic,
+            without(prefix, topic),
             bytes(message.payload),
             message.retain,
-            getattr(message.properties, "ResponseTopic", None),
+            None if answer is None else without(prefix, answer),
             getattr(message.properties, "CorrelationData", None),
         )
         self._transport.deliver(inbound, message.mid if message.qos else 0, self)
@@ -772,7 +780,7 @@ class Transport:
         door: Callable[[str, bytes], None] | None = None,
     ) -> None:
         self.settings = settings
-        self.client_id = client_id
+        self.client_id = settings.client_prefix + client_id
         self.will = will
         self.session_expiry_s = session_expiry_s
         self.door = door
@@ -1036,7 +1044,8 @@ class Transport:
         if self.door is not None:
             self.door(topic, payload)
         done = asyncio.get_running_loop().create_future()
-        publish = _Publish(topic, payload, retain, expires_in_s, correlation, done, chunk)
+        name = below(self.settings.topic_prefix, topic)
+        publish = _Publish(name, payload, retain, expires_in_s, correlation, done, chunk)
         self._check_size(publish)
         self._window.add(publish)
         self._pump()

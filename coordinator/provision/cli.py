@@ -60,9 +60,21 @@ def provision() -> None:
 @click.option(
     "--days", type=click.IntRange(1, 3650), default=365, show_default=True, help="How long certificates are good."
 )
+@click.option("--topic-prefix", help="Put before all topics of the federation; the access list has it, too.")
+@click.option("--client-prefix", help="Put before all client ids of the federation.")
 @_folder
 @_json
-def init(federation: str, host: str, port: int, days: int, folder: Path, *, as_json: bool) -> None:
+def init(
+    federation: str,
+    host: str,
+    port: int,
+    days: int,
+    topic_prefix: str | None,
+    client_prefix: str | None,
+    folder: Path,
+    *,
+    as_json: bool,
+) -> None:
     """Found a federation: its authority, and the certificates of broker, coordinator, `status` and `rollout`.
 
     HOST is the name or address by which the devices reach the broker; its certificate is for that, and for localhost.
@@ -74,7 +86,9 @@ def init(federation: str, host: str, port: int, days: int, folder: Path, *, as_j
 
     Exit codes: 0 done, 2 wrong usage, or FOLDER holds a federation, 4 a file cannot be written.
     """
-    settings = given(Federation, {"federation": federation, "host": host, "port": port, "days": days})
+    given_here = {"federation": federation, "host": host, "port": port, "days": days}
+    prefixes = {"topic_prefix": topic_prefix, "client_prefix": client_prefix}
+    settings = given(Federation, given_here | prefixes)
     issuer = Issuer.create(folder, settings)
     service.write_public(folder / "coordinator.toml", _coordinator_toml(issuer))
     _tell(f"{federation} is founded in {folder}", {"federation": federation, "folder": str(folder)}, as_json=as_json)
@@ -86,11 +100,13 @@ def _coordinator_toml(issuer: Issuer) -> str:
     settings = {
         "broker": issuer.settings.broker,
         "federation": issuer.settings.federation,
+        "topic_prefix": issuer.settings.topic_prefix,
+        "client_prefix": issuer.settings.client_prefix,
         "identity": str(folder / Role.COORDINATOR),
         "home": str(home),
     }
     lines = ["# Made by `fedge provision init`; `fedge coordinator --help` lists all settings.", "[coordinator]"]
-    return "\n".join([*lines, *(f"{name} = {json.dumps(value)}" for name, value in settings.items()), ""])
+    return "\n".join([*lines, *(f"{name} = {json.dumps(value)}" for name, value in settings.items() if value), ""])
 
 
 @provision.command()

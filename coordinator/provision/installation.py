@@ -37,7 +37,8 @@ def configure_broker(issuer: Issuer, conf_d: Path = CONF_D) -> Path:
         raise ConfigError(f"there is no {conf_d}, where Mosquitto's configuration goes: apt install mosquitto")
     identity = (issuer.folder / Role.BROKER).absolute()
     service.give(identity, owner)
-    service.write_public(identity / mosquitto.ACCESS_LIST, mosquitto.access_list(issuer.settings.federation))
+    rules = mosquitto.access_list(issuer.settings.federation, issuer.settings.topic_prefix or "")
+    service.write_public(identity / mosquitto.ACCESS_LIST, rules)
     service.write_public(conf_d / "00-fedge.conf", mosquitto.before_listeners())  # read in the order of their names
     file = conf_file(issuer, conf_d)
     service.write_public(file, mosquitto.for_members(identity, identity, issuer.settings.port))

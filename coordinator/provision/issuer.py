@@ -31,7 +31,7 @@ from msgspec import Meta, Struct
 from coordinator.members import MEMBERS, Member, Members, read_members, write_members
 from fedge import certificates
 from fedge.certificates import RENEW_AT, is_past, pem_of, pem_of_key
-from fedge.config import Name
+from fedge.config import ClientPrefix, Name, TopicPrefix
 from fedge.credentials import CA, CERTIFICATE, KEY
 from fedge.errors import ConfigError
 from fedge.files import locked, write_atomically
@@ -58,13 +58,15 @@ KNOW_MEMBERS: Final = (Role.COORDINATOR, Role.INTAKE)
 Days = Annotated[int, Meta(ge=1, le=10 * 365)]
 
 
-class Federation(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What all certificates of a federation have in common. host, port: of the broker, as seen by the others."""
+class Federation(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What all members of a federation have in common. host, port: of the broker, as seen by the others."""
 
     federation: Name
     host: str
     port: Annotated[int, Meta(ge=1, le=65535)]
     days: Days
+    topic_prefix: TopicPrefix | None = None
+    client_prefix: ClientPrefix | None = None
 
     @property
     def broker(self) -> str:
@@ -361,6 +363,8 @@ class Issuer:
             federation=subject.federation,
             id=subject.name,
             broker=self.settings.broker,
+            topic_prefix=self.settings.topic_prefix,
+            client_prefix=self.settings.client_prefix,
             ca=pem_of(self.certificate).decode(),
             certificate=pem_of(certificate).decode(),
             key=None if key is None else pem_of_key(key).decode(),

@@ -30,7 +30,12 @@ async def answer_requests(issuer: Issuer) -> list[str]:
     """
     settings = issuer.settings
     topics = Topics(settings.federation)
-    broker = Credentials(identity=issuer.folder / Role.COORDINATOR).at(settings.broker)
+    own = Credentials(
+        identity=issuer.folder / Role.COORDINATOR,
+        topic_prefix=settings.topic_prefix,
+        client_prefix=settings.client_prefix,
+    )
+    broker = own.at(settings.broker)
     transport = Transport(broker, topics.client_id("renewal", token_hex(8)), session_expiry_s=0)
     async with retained(transport, topics, "renewal") as requests:
         return [device for device in sorted(requests) if await _answer(issuer, transport, device, requests[device])]

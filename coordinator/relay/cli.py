@@ -28,7 +28,7 @@ Observer = Callable[[str, dict[str, Any]], None]
 class RelaySettings(Credentials, frozen=True, kw_only=True):
     """Section [relay] of the configuration."""
 
-    broker: Annotated[str, "MQTT broker of the coordinator above, HOST:PORT."]
+    broker: Annotated[str, "MQTT broker of the coordinator above, as of `fedge agent`; proxy and prefixes are for it."]
     federation: Annotated[Name, "Name of the federation above."]
     id: Annotated[Name, "Name of the site; its devices are called ID.DEVICE above."]
     home: Annotated[Path, "Folder of the durable state. One relay each."]

@@ -22,7 +22,7 @@ from coordinator.watch_cli import HOME, STORE
 from export.signing import Repository
 from fedge.background import until_stopped
 from fedge.config import Name, Seconds, resolve, settings_options
-from fedge.credentials import Credentials
+from fedge.credentials import Broker, Credentials
 from fedge.errors import ConfigError, failing_as
 from fedge.loading import code_in
 from fedge.messages import RolloutState, Share
@@ -36,7 +36,7 @@ _repo = click.argument("repo", type=click.Path(path_type=Path))
 class RolloutSettings(Credentials, frozen=True, kw_only=True):
     """Section [rollout] of the configuration."""
 
-    broker: Annotated[str, "MQTT broker, HOST:PORT."]
+    broker: Broker
     federation: Annotated[Name, "Name of the federation."]
     stages: Annotated[str, "Shares of the fleet, comma-separated, ascending up to 1."] = "0.1,0.5,1"
     canary: Annotated[str, "Devices that go first, comma-separated; default: the first share."] = ""

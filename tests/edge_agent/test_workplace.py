@@ -22,6 +22,7 @@ from edge_agent.privacy_ledger import Ledger
 from edge_agent.settings import AgentSettings
 from edge_agent.worker import Finished, Worker
 from edge_agent.workplace import Workplace, samples
+from fedge.config import Secret
 from fedge.errors import StoreError
 from fedge.files import BlobFolder
 from fedge.messages import Order, Why
@@ -87,7 +88,7 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AgentSettings:
     home.mkdir()
     return AgentSettings(
         broker="-", federation="f", id="d", home=home, task="digits", data=tmp_path / "d.npz", steps="their_steps:Draw",
-        inference_only=True,
+        inference_only=True, password=Secret("for the broker"), proxy=Secret("http://me:pass@proxy:1"),
     )  # fmt: skip
 
 

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import trustme
 
-from fedge.config import Secret
+from fedge.config import Secret, resolve
 from fedge.credentials import Credentials
 from fedge.errors import ConfigError
+from fedge.route import Proxy
 from fedge.transport import BrokerSettings
 
 
@@ -92,6 +93,43 @@ def test_nobody_is_asked_for_a_passphrase(files: dict[str, str], tmp_path: Path)
     locked.write_bytes(key.private_bytes(s.Encoding.PEM, s.PrivateFormat.PKCS8, s.BestAvailableEncryption(b"x")))
     with pytest.raises(ConfigError, match="encrypted"):
         Credentials(ca_file=files["ca"], cert_file=files["one_crt"], key_file=str(locked)).at("server")
+
+
+def test_the_way_and_the_prefixes_reach_the_transport() -> None:
+    given = Credentials(proxy=Secret("http://me:pw@proxy:3128"), topic_prefix="company/ai", client_prefix="acme-")
+    assert given.at("wss://server/ws") == BrokerSettings(
+        "server",
+        443,
+        path="/ws",
+        secure=True,
+        proxy=Proxy(False, "proxy", 3128, "me", "pw"),
+        topic_prefix="company/ai",
+        client_prefix="acme-",
+    )
+    assert "pw" not in repr(given)
+
+
+def test_certificates_go_over_tls_alone(files: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=r"ws://server is without TLS: with certificates it is wss://"):
+        Credentials(ca_file=files["ca"]).at("ws://server")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        *(
+            ("topic_prefix", value, "levels of a topic such as company/site")
+            for value in ("a/", "/a", "a//b", "a+", "")
+        ),
+        ("topic_prefix", "a" * 201, "length <= 200"),
+        *(("client_prefix", value, "1 to 28 letters, digits") for value in ("", "a b", "a" * 29)),
+        ("proxy", "http://me:pw@proxy", "proxy: write http://HOST:PORT"),
+    ],
+)
+def test_a_wrong_prefix_or_proxy_is_named(name: str, value: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as refused:
+        resolve(Credentials, "status", None, {name: value}).at("server")
+    assert "pw" not in str(refused.value)
 
 
 def test_an_address_that_is_none() -> None:

@@ -223,7 +223,7 @@ async def test_a_coordinator_whose_word_is_signed(tmp_path: Path, monkeypatch: p
         assert found(*await asyncio.to_thread(told, broker, **files))[1:] == [("coordinator", "ok")]
         await shine(ours, Plain(), time.time())
         assert found(*await asyncio.to_thread(told, broker, **files))[1:] == [("coordinator", "bad")]
-    monkeypatch.setattr(mosquitto, "access_list", lambda name: rules(name).replace(f"pattern read {BEACON}\n", ""))
+    monkeypatch.setattr(mosquitto, "access_list", lambda *names: rules(*names).replace(f"pattern read {BEACON}\n", ""))
     async with TlsBroker(authority, tmp_path / "older") as broker:
         _, refused = await asyncio.to_thread(told, broker, **files)
         assert refused.state == "warning"

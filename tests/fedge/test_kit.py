@@ -35,6 +35,13 @@ def test_a_kit_comes_out_as_it_went_in(authority: Authority) -> None:
     assert (kit.federation, kit.id, kit.broker, kit.task) == ("f", "cam1", "127.0.0.1:8883", task_spec("digits"))
 
 
+def test_an_earlier_fedge_reads_a_kit_that_says_nothing_new(authority: Authority) -> None:
+    kit = msgspec.json.decode(msgspec.json.decode(kit_of(authority, "cam7"))["kit"])
+    assert kit.keys() <= {"federation", "id", "broker", "ca", "certificate", "key", "task"}
+    there = unseal(kit_of(authority, "cam8", topic_prefix="company/ai", client_prefix="acme-"))
+    assert (there.topic_prefix, there.client_prefix) == ("company/ai", "acme-")
+
+
 def test_one_changed_byte_anywhere_is_refused(authority: Authority) -> None:
     data = kit_of(authority, "cam2")
     for i in [*range(0, len(data), 97), *range(len(data) - 160, len(data) - 4)]:

@@ -27,3 +27,10 @@ def test_rules_are_of_one_federation_alone() -> None:
     rules = [line for line in access_list("shop").splitlines() if "fedge/1/" in line]
     assert len(rules) == 31
     assert all("fedge/1/shop/" in rule for rule in rules)
+
+
+def test_rules_are_below_the_topic_prefix() -> None:
+    rules = access_list("shop", "company/ai").splitlines()
+    plain = access_list("shop").splitlines()
+    assert [rule.replace(" company/ai/fedge/1/shop/", " fedge/1/shop/") for rule in rules] == plain
+    assert sum(" company/ai/fedge/1/shop/" in rule for rule in rules) == 31

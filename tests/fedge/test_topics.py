@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedge import topics
-from fedge.topics import MAX_CLIENT_ID, Topics
+from fedge.topics import MAX_CLIENT_ID, MAX_CLIENT_PREFIX, Topics, below, without
 
 T = Topics("shop")
 
@@ -72,3 +72,33 @@ def test_no_two_clients_have_one_id(one, other) -> None:
 def test_names_that_hold_the_separator_of_before_are_told_apart() -> None:
     assert Topics("a").client_id("agent", "b-c") != Topics("a-b").client_id("agent", "c")
     assert T.client_id("agent", "coordinator") != T.client_id("coordinator")
+
+
+@pytest.mark.parametrize(
+    ("prefix", "topic", "name"),
+    [
+        ("", "fedge/1/f/x", "fedge/1/f/x"),
+        ("a/b", "fedge/1/f/x", "a/b/fedge/1/f/x"),
+        ("a/b", "$share/g/fedge/1/f/+", "$share/g/a/b/fedge/1/f/+"),
+    ],
+)
+def test_a_prefix_goes_before_topics_and_after_a_group(prefix: str, topic: str, name: str) -> None:
+    assert below(prefix, topic) == name
+
+
+@pytest.mark.parametrize(
+    ("prefix", "name", "topic"),
+    [
+        ("", "elsewhere", "elsewhere"),
+        ("a", "a/x", "x"),
+        ("a", "ab/x", "$outside/ab/x"),
+        ("a", "a", "$outside/a"),
+        ("a", "fedge/1/f/x", "$outside/fedge/1/f/x"),
+    ],
+)
+def test_what_is_not_below_the_prefix_is_not_ours(prefix: str, name: str, topic: str) -> None:
+    assert without(prefix, name) == topic
+
+
+def test_a_client_id_has_room_for_a_prefix_at_aws() -> None:
+    assert MAX_CLIENT_ID + MAX_CLIENT_PREFIX <= 128

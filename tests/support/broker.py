@@ -13,7 +13,7 @@ from paho.mqtt.packettypes import PacketTypes
 from paho.mqtt.properties import Properties
 
 from fedge import child
-from fedge.broker import LocalBroker, free_port, mosquitto_path
+from fedge.broker import LocalBroker, free_port, mosquitto_config, mosquitto_path
 from fedge.transport import BrokerSettings, Transport, Will
 
 BROKERS = [
@@ -28,14 +28,14 @@ BROKERS = [
 class OwnBroker(LocalBroker):
     """Mosquitto with these lines in its configuration; {port} and {other} stand for two free ports."""
 
-    def __init__(self, home: Path, *lines: str) -> None:
-        super().__init__("mosquitto", home=home)
-        self.other = free_port(self.host)
+    def __init__(self, home: Path, *lines: str, host: str = "127.0.0.1") -> None:
+        super().__init__("mosquitto", home=home, host=host, port=free_port("127.0.0.1"))
+        self.other = free_port("127.0.0.1")
         self._lines = lines
 
     def _command(self, home: Path) -> list[str]:
         config = home / "own.conf"
-        config.write_text("\n".join(self._lines).format(port=self.port, other=self.other))
+        config.write_text(mosquitto_config("\n".join(self._lines).format(port=self.port, other=self.other)))
         return child.tethered(mosquitto_path() or "mosquitto", "-c", str(config))
 
 
@@ -59,15 +59,17 @@ def local_broker(kind: str, home: Path) -> LocalBroker:
     return LocalBroker(kind, home=home / "broker")
 
 
-async def say(broker: LocalBroker, *messages: dict[str, Any]) -> None:
+async def say(broker: LocalBroker, *messages: dict[str, Any], client_id: str = "") -> None:
     """Publish as foreign programs do, with what our transport never uses: QoS 0, a topic for the answer."""
     await asyncio.to_thread(
-        publish.multiple, list(messages), broker.host, broker.port, protocol=MQTTProtocolVersion.MQTTv5
+        publish.multiple, list(messages), broker.host, broker.port, client_id, protocol=MQTTProtocolVersion.MQTTv5
     )
 
 
-async def ask(broker: LocalBroker, topic: str, payload: bytes, answer_to: str, correlation: bytes = b"") -> None:
+async def ask(
+    broker: LocalBroker, topic: str, payload: bytes, answer_to: str, correlation: bytes = b"", client_id: str = ""
+) -> None:
     """Publish a request with a topic for its answer, as a sensor does."""
     properties = Properties(PacketTypes.PUBLISH)
     properties.ResponseTopic, properties.CorrelationData = answer_to, correlation
-    await say(broker, {"topic": topic, "payload": payload, "qos": 1, "properties": properties})
+    await say(broker, {"topic": topic, "payload": payload, "qos": 1, "properties": properties}, client_id=client_id)

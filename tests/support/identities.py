@@ -39,12 +39,13 @@ class Authority:
         folder: Path,
         federation: str = NAME,
         *,
+        host: str = "127.0.0.1",
         port: int = 8883,
         days: int = 365,
         ago: dt.timedelta = dt.timedelta(),
     ) -> None:
         self.ago = ago
-        settings = Federation(federation=federation, host="127.0.0.1", port=port, days=days)
+        settings = Federation(federation=federation, host=host, port=port, days=days)
         with volatile():
             self.issuer = Issuer.create(folder, settings, clock=lambda: certificates.now() - self.ago)
         self.folder, self.federation, self.file = folder, federation, folder / CA

@@ -1,0 +1,144 @@
+"""Small proxies as of company networks: HTTP with CONNECT, and SOCKS 5, both with a login if asked."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import socket
+from typing import Self
+
+
+class ProxyServer:
+    """A proxy on this machine. Async context manager. `targets`: to whom it has connected somebody.
+
+    login: USER:PASSWORD that it wants. forbids: a port that it connects nobody with. answers: what it says in place of
+    all that.
+    """
+
+    def __init__(self, kind: str, *, login: str = "", forbids: int = 0, answers: bytes = b"") -> None:
+        self.kind, self.login, self.forbids, self.answers = kind, login, forbids, answers
+        self.targets: list[tuple[str, int]] = []
+        self._serving: set[asyncio.Task[None]] = set()
+
+    @property
+    def url(self) -> str:
+        """As `--proxy` has it."""
+        port = self._server.sockets[0].getsockname()[1]
+        return f"{self.kind}://{self.login + '@' if self.login else ''}127.0.0.1:{port}"
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self._server.close()
+        for task in self._serving:
+            task.cancel()
+        await asyncio.gather(*self._serving, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._serving.add(task)
+        task.add_done_callback(self._serving.discard)
+        try:
+            if self.answers:
+                await reader.read(1)
+                writer.write(self.answers)
+                return
+            serve = self._http if self.kind == "http" else self._socks
+            if (target := await serve(reader, writer)) is not None:
+                await _relay(reader, writer, *target)
+        except (OSError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            await _close(writer)
+
+    async def _open(self, host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
+        if port == self.forbids:
+            return None
+        try:
+            target = await asyncio.open_connection(host, port)
+        except OSError:
+            return None
+        self.targets.append((host, port))
+        return target
+
+    async def _http(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
+        first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+        method, where, _ = first.split(" ")
+        assert method == "CONNECT"
+        assert f"Host: {where}" in lines
+        login = f"Proxy-Authorization: Basic {base64.b64encode(self.login.encode()).decode()}"
+        if self.login and login not in lines:
+            writer.write(b'HTTP/1.1 407 Proxy Authentication Required\r\nProxy-Authenticate: Basic realm="x"\r\n\r\n')
+            return None
+        host, _, port = where.rpartition(":")
+        target = await self._open(host.strip("[]"), int(port))
+        said = b"HTTP/1.1 403 Forbidden" if target is None else b"HTTP/1.1 200 Connection established\r\nVia: it"
+        writer.write(said + b"\r\n\r\n")
+        return target
+
+    async def _socks(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
+        _, n = await reader.readexactly(2)
+        wanted = 2 if self.login else 0
+        method = wanted if wanted in await reader.readexactly(n) else 255
+        writer.write(bytes([5, method]))
+        if method == 255:
+            return None
+        if self.login:
+            await reader.readexactly(1)
+            user, password = [await reader.readexactly((await reader.readexactly(1))[0]) for _ in range(2)]
+            right = f"{user.decode()}:{password.decode()}" == self.login
+            writer.write(bytes([1, not right]))
+            if not right:
+                return None
+        version, command, _, kind = await reader.readexactly(4)
+        assert (version, command) == (5, 1)
+        if kind == 3:
+            host = (await reader.readexactly((await reader.readexactly(1))[0])).decode("idna")
+        else:
+            family = socket.AF_INET if kind == 1 else socket.AF_INET6
+            host = socket.inet_ntop(family, await reader.readexactly(4 if kind == 1 else 16))
+        port = int.from_bytes(await reader.readexactly(2))
+        target = await self._open(host, port)
+        if target is None:
+            writer.write(bytes([5, 2 if port == self.forbids else 5, 0, 1, 0, 0, 0, 0, 0, 0]))
+        else:
+            writer.write(bytes([5, 0, 0, 3, 2]) + b"it" + bytes(2))
+        return target
+
+
+async def _relay(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, to_read: asyncio.StreamReader, to: asyncio.StreamWriter
+) -> None:
+    """Pass on bytes both ways until one side ends."""
+
+    async def one_way(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        while data := await source.read(65536):
+            sink.write(data)
+            await sink.drain()
+
+    ways = [asyncio.ensure_future(one_way(reader, to)), asyncio.ensure_future(one_way(to_read, writer))]
+    try:
+        await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for way in ways:
+            way.cancel()
+        await asyncio.gather(*ways, return_exceptions=True)
+        await _close(to)
+
+
+async def _close(writer: asyncio.StreamWriter) -> None:
+    writer.close()
+    try:
+        await writer.wait_closed()
+    except OSError:
+        pass
+    except asyncio.CancelledError:
+        writer.transport.abort()  # whoever should read the rest is slow
+        raise
