@@ -137,7 +137,7 @@ def run_on(
                 reached = f"round {state.round}/{scenario.rounds}  accuracy {curve[-1].accuracy:.3f}"
                 spent = "".join(f"  {name} {value:.2f}" for name, value in privacy(state).items())
                 tell(reached + spent + missing(state, fleet))
-            elif state.round <= made.last and time.monotonic() - told_at[0] > QUIET_S:
+            elif not made.done(state) and time.monotonic() - told_at[0] > QUIET_S:
                 tell(f"round {state.round}/{scenario.rounds}" + missing(state, fleet))
             if state.round == made.last:
                 tell("the devices write their bundles")
