@@ -105,7 +105,7 @@ class Worker:
     ) -> None:
         self.id = device_id
         self.task = task
-        self.data = data
+        self.data = data.of_task(task)
         self.home = home
         self.steps = dict(installed_steps() if steps is None else steps)
         self.min_cohort = min_cohort
@@ -115,7 +115,6 @@ class Worker:
         self.fingerprint = task.fingerprint()
         self._processor = processor
         self._limits = steps
-        data.require_samples_of(task)
 
     @property
     def network(self) -> Network:

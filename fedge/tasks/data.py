@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedge.errors import ConfigError
+from fedge.labels import class_numbers, whole_numbers
 from fedge.loading import FAILURES, load_object, reason_of
 from fedge.scaling import unfit
 from fedge.task import TRAIN, VALIDATION, TaskSpec
@@ -81,24 +82,16 @@ class DeviceData:
         train, validation = parts == TRAIN, parts == VALIDATION
         return cls(x[train], y[train], marks[train], x[validation], y[validation], marks[validation])
 
-    def require_samples_of(self, task: TaskSpec) -> None:
-        """Refuse inputs of another shape or that are not finite, and labels outside the task.
+    def of_task(self, task: TaskSpec) -> DeviceData:
+        """The same in the types that training takes; a class of the user's own may return others.
 
         Raises:
-            ConfigError: the inputs are not (n, *input_shape), a number is not finite in single precision, or a label is
-                not in 0..C-1.
+            ConfigError: the inputs are not numbers (n, *input_shape), a number is not finite in single precision, a
+                label is not a class number of the task, or a mark is neither 0 nor 1.
         """
-        for part, x in (("training", self.x_train), ("validation", self.x_val)):
-            if len(x) and x.shape[1:] != task.input_shape:
-                raise ConfigError(
-                    f"samples of shape {x.shape[1:]} found, but the task has inputs of {task.input_shape}"
-                )
-            if fault := unfit(x):
-                raise ConfigError(f"of the {part} samples, {fault}")
-        labels, last = np.concatenate([self.y_train, self.y_val]), task.n_classes - 1
-        if len(labels) and (labels.min() < 0 or labels.max() > last):
-            found = f"labels from {labels.min()} to {labels.max()}"
-            raise ConfigError(f"{found} found, but the task has the classes 0..{last}")
+        x_train, y_train, sensitive = _of_task(task, "training", self.x_train, self.y_train, self.sensitive)
+        x_val, y_val, marks = _of_task(task, "validation", self.x_val, self.y_val, self._marks_val)
+        return DeviceData(x_train, y_train, sensitive, x_val, y_val, None if self.sensitive_val is None else marks)
 
     @property
     def n_train(self) -> int:
@@ -146,6 +139,24 @@ class DeviceData:
     def shared_counts(self, n_classes: int) -> NDArray[np.int64]:
         """The number of non-sensitive training samples per class, (C,)."""
         return np.bincount(self.shared[1], minlength=n_classes)
+
+
+def _of_task(
+    task: TaskSpec, part: str, x: NDArray[Any], y: NDArray[Any], marks: NDArray[Any]
+) -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.bool_]]:
+    """Inputs, labels and marks of a part of the samples, checked."""
+    n, what = len(x), f"of the {part} samples"
+    if not n:
+        return np.zeros((0, *task.input_shape), np.float32), np.zeros(0, np.int64), np.zeros(0, np.bool_)
+    if x.shape[1:] != task.input_shape:
+        raise ConfigError(f"samples of shape {x.shape[1:]} found, but the task has inputs of {task.input_shape}")
+    if x.dtype.kind not in "buif":
+        raise ConfigError(f"x {what} must be numbers, not {x.dtype}")
+    if fault := unfit(x):
+        raise ConfigError(f"{what}, {fault}")
+    y = class_numbers(y, n, task.n_classes, f"y {what}")
+    marks = whole_numbers(marks, n, 1, f"sensitive {what}").astype(np.bool_)
+    return x.astype(np.float32, copy=False), y, marks
 
 
 def _hold_out(y: NDArray[np.int64], sensitive: NDArray[np.bool_], seed: int) -> NDArray[np.int64]:

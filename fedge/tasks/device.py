@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -58,13 +59,14 @@ def _by_its_own_task(task: TaskSpec, source: Path, seed: int, *, labelled: bool 
         own = user_task(task.name).device_data(source, seed=seed)
         if not isinstance(own, DeviceData):
             raise ConfigError(f"device_data returned {type(own).__name__}, not a fedge.tasks.DeviceData")
-        if labelled:
-            own.require_samples_of(task)
+        if not labelled:
+            none = (np.zeros(len(x), np.int64) for x in (own.x_train, own.x_val))
+            own = replace(own, y_train=next(none), y_val=next(none))
+        return own.of_task(task)
     except FAILURES as error:
         require_there(source, "file or folder of samples")
         reason = error if isinstance(error, (OSError, ConfigError)) else reason_of(error)
         raise ConfigError(f"{task.name} cannot read {source}: {reason}") from error
-    return own
 
 
 _Read = tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.int64] | None, NDArray[np.bool_]]

@@ -196,7 +196,7 @@ def test_a_network_that_draws_draws_from_the_order(tmp_path: Path, half: ModuleT
 @pytest.mark.parametrize("field", ["y_train", "y_val"])
 def test_a_label_that_the_task_does_not_have_is_refused_at_the_start(tmp_path: Path, field: str) -> None:
     data = device_data()
-    with pytest.raises(ConfigError, match=r"labels from \d to 3 found, but the task has the classes 0..2"):
+    with pytest.raises(ConfigError, match=r"holds \d\.\.3, and class numbers are 0\.\.2 here"):
         Worker("d", TASK, replace(data, **{field: getattr(data, field) + 1}), tmp_path)
 
 

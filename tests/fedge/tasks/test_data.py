@@ -40,11 +40,45 @@ def test_class_counts() -> None:
 @pytest.mark.parametrize(("field", "label"), [("y_train", 3), ("y_val", 3), ("y_train", -1)])
 def test_labels_that_the_task_does_not_have_are_refused(field: str, label: int) -> None:
     task = TaskSpec(name="t", classes=("a", "b", "c"), input_shape=(2,), model="mlp")
-    data().require_samples_of(task)
+    data().of_task(task)
     labels = getattr(data(), field)
     labels[0] = label
-    with pytest.raises(ConfigError, match=rf"{label}.* found, but the task has the classes 0\.\.2"):
-        data(**{field: labels}).require_samples_of(task)
+    part = {"y_train": "training", "y_val": "validation"}[field]
+    with pytest.raises(
+        ConfigError, match=rf"y of the {part} samples holds .*{label}.*, and class numbers are 0\.\.2 here"
+    ):
+        data(**{field: labels}).of_task(task)
+
+
+def test_what_a_task_class_returns_in_other_types_is_taken_if_it_is_the_same() -> None:
+    task, wanted = TaskSpec(name="t", classes=("a", "b", "c"), input_shape=(2,), model="mlp"), data()
+    found = data(
+        x_train=wanted.x_train.astype(np.float64),
+        y_train=wanted.y_train.astype(np.uint8),
+        sensitive=wanted.sensitive.astype(np.int64),
+    ).of_task(task)
+    for name in ("x_train", "y_train", "sensitive"):
+        one, other = getattr(found, name), getattr(wanted, name)
+        assert one.dtype == other.dtype
+        assert np.array_equal(one, other)
+    assert found.shared[0].tolist() == wanted.shared[0].tolist(), "marks of integers would pick other samples"
+    assert found.digest() == wanted.digest()
+
+
+@pytest.mark.parametrize(
+    ("field", "values", "says"),
+    [
+        ("y_train", [0.0, 1.0, 2.0, 1.0], r"y of the training samples must be .*`y\.astype\(int\)`"),
+        ("y_train", ["a", "b", "c", "b"], r"np\.unique"),
+        ("sensitive", [0, 1, 2, 0], r"sensitive of the training samples must be in 0\.\.1, found 0\.\.2"),
+        ("sensitive", ["no", "yes", "no", "no"], "sensitive of the training samples must be one whole number"),
+        ("x_train", [["a", "b"]] * 4, "x of the training samples must be numbers"),
+    ],
+)
+def test_what_it_returns_that_is_none_is_refused(field: str, values: list, says: str) -> None:
+    task = TaskSpec(name="t", classes=("a", "b", "c"), input_shape=(2,), model="mlp")
+    with pytest.raises(ConfigError, match=says):
+        data(**{field: np.array(values)}).of_task(task)
 
 
 @pytest.mark.parametrize("field", ["y_train", "sensitive", "y_val"])
