@@ -43,8 +43,8 @@ def require_method(path: str, kind: type[Any], state: type[Struct]) -> None:
         found = getattr(kind, own)
         if not (isinstance(found, type) and issubclass(found, base) and found.__struct_config__.frozen):
             raise ConfigError(
-                f"{path}.{own} must be a frozen subclass of {base.__module__}.{base.__name__}: write "
-                f"class {own}({base.__name__}, frozen=True, kw_only=True)"
+                f"{path}.{own} must be a frozen subclass of {base.__module__}.{base.__name__}: write frozen=True after "
+                "the class that it is made from"
             )
     if odd := sorted(set(kind.HEEDS) - SHARED):
         raise ConfigError(f"{path}.HEEDS names {odd[0]!r}; it may name {', '.join(sorted(SHARED))}")

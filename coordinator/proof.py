@@ -125,7 +125,7 @@ async def proven(method: Method[S], state: S, fleet: Fleet) -> S:
             "with round_done(state, ..., name=value)"
         )
     again = Repeated(first, method.name)
-    other = await type(method)(method.settings, method.server).advance(reloaded(method.name, state), again)
+    other = await type(method)(method.settings, method.server).advance(reloaded(state), again)
     if left := first.asked.keys() - again.asked.keys():
         label, device = min(left)
         raise differs(method.name, f"it does not ask {device} under the label {label!r} any more")
@@ -135,7 +135,7 @@ async def proven(method: Method[S], state: S, fleet: Fleet) -> S:
     return new
 
 
-def reloaded(method: str, state: S) -> S:
+def reloaded(state: S) -> S:
     """The state as a coordinator that is started again would load it.
 
     Raises:
@@ -146,11 +146,11 @@ def reloaded(method: str, state: S) -> S:
         found = load(data, type(state))
     except (msgspec.DecodeError, TypeError, ValueError, NotImplementedError) as error:
         raise ConfigError(
-            f"{method}: a coordinator that is started again cannot read the state: {error}; let the fields of "
+            f"a coordinator that is started again cannot read the state of the method: {error}; let the fields of "
             f"{type(state).__name__} have the types that they are given"
         ) from error
     if dump(found) != data:
-        raise ConfigError(f"{method}: the state is another one when it is stored and read again")
+        raise ConfigError("the state of the method is another one when it is stored and read again")
     return found
 
 

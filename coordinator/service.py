@@ -42,6 +42,7 @@ from coordinator.methods import (
     require_learned,
     settings_of,
 )
+from coordinator.proof import PROVEN, reloaded
 from coordinator.roles import BlobServer, Intake, begun, own_folder
 from coordinator.store import ISSUE, RECALLED_ROUNDS, Event, Store
 from coordinator.tracking import MLflow, TensorBoard
@@ -529,7 +530,13 @@ def beyond_relays(settings: CoordinatorSettings, state: State, fleet: MqttFleet)
 
 
 async def commit(store: Store, fleet: MqttFleet, number: int, state: State, seconds: float, keep: int) -> None:
-    """End the round: commit state, traffic and time in one transaction, then delete what is no longer needed."""
+    """End the round: commit state, traffic and time in one transaction, then delete what is no longer needed.
+
+    Raises:
+        ConfigError: the state cannot be stored, or in the first rounds, not be read again.
+    """
+    if number <= PROVEN:
+        reloaded(state)
     counted = {**fleet.take_counts(), "milliseconds": round(1000 * seconds)}
     await asyncio.to_thread(store.commit_round, number, dump(state), time.time(), counted, keep=keep)
     await fleet.look()

@@ -664,6 +664,8 @@ def load(data: bytes, kind: type[S]) -> S:
     arrays = from_bytes(packed) if packed else {}
 
     def give_back(_: type, key: object) -> object:
+        if str(key) not in arrays:
+            raise msgspec.DecodeError(f"{key!r} is no array")
         return arrays[str(key)]
 
     return msgspec.msgpack.decode(plain, type=kind, dec_hook=give_back)

@@ -30,7 +30,7 @@ async def run(
     while not method.done(state) and state.round != rounds:
         fleet.round = state.round + 1
         early = state.round < PROVEN
-        state = reloaded(method.name, state) if early else state
+        state = reloaded(state) if early else state
         step = proven if early and not is_ours(type(method)) else type(method).advance
         state = await step(method, state, fleet)
         fleet.keep_only({ref.digest for ref in blobs_of(state)} | fleet.needed())

@@ -29,6 +29,7 @@ class OwnState(ModelState, frozen=True, kw_only=True):
     seen: dict[str, int] = {}
     array: NDArray[np.float32] = np.zeros(1, np.float32)
     anything: Any = None
+    untyped: object = np.zeros(1)
 
 
 class Own(Method[OwnState]):
@@ -70,7 +71,12 @@ def changing(_: Any, state: OwnState, k: int) -> dict[str, Any]:
         (None, changing, "a round changed the state that it was given"),
         (None, lambda *_: {"anything": object()}, "cannot be stored: field anything"),
         (None, lambda *_: {"anything": np.float64(1)}, r"cannot be stored: field anything \(.*numpy\.float64"),
-        (None, lambda *_: {"drawn": 3}, "cannot read the state: Expected `array`, got `int`"),
+        (
+            None,
+            lambda *_: {"untyped": None},
+            "cannot read the state of the method: None is no array; let the fields of OwnState have",
+        ),
+        (None, lambda *_: {"drawn": 3}, "cannot read the state of the method: Expected `array`, got `int`"),
     ],
 )
 async def test_a_method_that_is_not_the_same_again_is_refused_in_the_first_rounds(

@@ -349,7 +349,7 @@ async def test_late_and_repeated_reports_get_the_same_verdict_and_change_nothing
 
 
 async def test_after_a_restart_accepted_and_expired_orders_stay_and_open_ones_are_sent_again(
-    broker: LocalBroker, store: Store, stack: AsyncExitStack
+    broker: LocalBroker, store: Store, stack: AsyncExitStack, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What was accepted comes from the store; what was open is the same order with a fresh deadline."""
     async with AsyncExitStack() as first:
@@ -384,6 +384,10 @@ async def test_after_a_restart_accepted_and_expired_orders_stay_and_open_ones_ar
     assert {d.id: len(d.orders) for d in (done, gone)} == sent
     await done.report(order, done.trained(0.5))
     assert (await done.ack(order.id, 2)).accepted
+    assert "event=asked_otherwise" not in caplog.text
+    other = msgspec.structs.replace(action, sgd=Sgd(steps=77))  # as with other settings
+    assert await again.run("train", {"done": other}) == {"done": answers["done"]}
+    assert "event=asked_otherwise label=train devices=done" in caplog.text
 
 
 async def test_after_a_restart_between_rounds_the_devices_of_the_last_round_are_awaited(
