@@ -26,7 +26,7 @@ from deploy.engines import (
 from deploy.runtime import Prediction, Runtime, load_as
 from fedge import images, npz, table
 from fedge.config import resolve, settings_options
-from fedge.errors import ConfigError, failing_as
+from fedge.errors import ConfigError, UpdateRejected, failing_as
 from fedge.labels import class_numbers
 from fedge.preprocess import apply, load_image
 from fedge.task import TaskSpec
@@ -81,7 +81,7 @@ def infer(bundle: Path, inputs: tuple[Path, ...], config: Path | None, as_json: 
       fedge infer bundles/3 test.npz --provider tensorrt --provider-options trt_fp16_enable=1
 
     Exit codes: 0 done, 2 no bundle there, an input that cannot be read or a provider that does not run here, 5 the
-    bundle is not what its manifest says.
+    bundle is not what its manifest says, or gives no numbers.
     """
     settings = resolve(InferSettings, "infer", config, flags)
     how = how_of(settings.runtime, settings.mode, settings.threads, settings.provider, settings.provider_options)
@@ -91,6 +91,7 @@ def infer(bundle: Path, inputs: tuple[Path, ...], config: Path | None, as_json: 
         with failing_as(ConfigError, str(path), on=ConfigError):
             apply(runtime.task, samples.x)  # a batch would count its samples from 0
         answers, calls_ms = _predict(runtime, samples.x, settings.batch, settings.repeat)
+        _require_answers(runtime, bundle, answers)
         if as_json:
             click.echo(msgspec.json.encode(_record(runtime, path, answers, calls_ms, samples)).decode())
         else:
@@ -134,6 +135,23 @@ def _predict(runtime: Runtime, x: NDArray[Any], batch: int, repeat: int) -> tupl
     whole: dict[str, Any] = {name: np.concatenate([getattr(call, name) for call in last]) for name in names}
     class_name = tuple(name for call in last for name in call.class_name)
     return replace(last[0], class_name=class_name, **whole), [call.latency_ms for call in calls]
+
+
+def _require_answers(runtime: Runtime, bundle: Path, answers: Prediction) -> None:
+    """Refuse a bundle whose answers are no numbers, or that has none but the uniform one for any sample.
+
+    Raises:
+        UpdateRejected: it is one; the text says what of it is to blame.
+    """
+    usable = np.isfinite(answers.energies)
+    if usable.any() and np.isfinite(answers.probabilities).all():
+        return
+    names = [c.name for k, c in enumerate(runtime.manifest.candidates) if not usable[:, k].any()]
+    blamed = f"candidate {', '.join(names)}" if names else "the gate, or the prior of a class"
+    raise UpdateRejected(
+        f"{bundle} has no answer: {blamed} gives numbers that are not finite; make the bundle anew, or install an "
+        "earlier release"
+    )
 
 
 def _by_class(task: TaskSpec, answers: Prediction, y: NDArray[Any]) -> dict[str, tuple[int, float]]:

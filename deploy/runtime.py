@@ -125,7 +125,10 @@ class Runtime:
             if how.provider != "auto":
                 raise ConfigError(f"{how.provider} does not run {bundle.folder}: {reason}; choose another --provider")
             log.warning("event=provider_failed provider=%s reason=%r", wanted, reason)
-        raise AssertionError("the CPU is always tried")
+        raise UpdateRejected(  # the CPU is always tried
+            f"{bundle.folder}: nothing is computed for a sample, for all outputs of its graph are constants, such as "
+            "NaN; make the bundle anew, or install an earlier release"
+        )
 
     @property
     def providers(self) -> tuple[str, ...]:

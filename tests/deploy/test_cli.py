@@ -11,7 +11,9 @@ from click.testing import CliRunner
 from PIL import Image
 
 from deploy.cli import infer
-from fedge.errors import ConfigError
+from fedge.errors import ConfigError, UpdateRejected
+
+from .bundles import broken_gate, sha256, variant
 
 pytestmark = pytest.mark.torch_free
 
@@ -26,7 +28,11 @@ def expected():
 
 
 def run(*arguments):
-    result = CliRunner().invoke(infer, [BUNDLE, *map(str, arguments)])
+    return run_of(BUNDLE, *arguments)
+
+
+def run_of(bundle, *arguments):
+    result = CliRunner().invoke(infer, [str(bundle), *map(str, arguments)])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result.exit_code, result.stdout
@@ -178,3 +184,21 @@ def test_labels_that_are_no_class_numbers_are_refused_rather_than_counted_as_wro
         np.savez(tmp_path / "test.npz", x=expected["x"], y=y)
         with pytest.raises(ConfigError, match=says.replace(".", r"\.")):
             run(tmp_path / "test.npz")
+
+
+def test_a_bundle_that_gives_no_numbers_says_what_is_to_blame(tmp_path, expected):
+    np.savez(tmp_path / "x.npz", x=expected["x"])
+    folder = variant(tmp_path / "gate", release=4, gate=broken_gate)
+    with pytest.raises(UpdateRejected, match="has no answer: the gate, or the prior of a class gives numbers that are"):
+        run_of(folder, tmp_path / "x.npz")
+    folder = variant(tmp_path / "candidates", release=4)
+    manifest = json.loads((folder / "manifest.json").read_bytes())
+    for part in (candidate["part"] for candidate in manifest["candidates"]):
+        data = (folder / f"{part['digest']}.safetensors").read_bytes()
+        start = 8 + int.from_bytes(data[:8], "little")
+        data = data[:start] + np.full((len(data) - start) // 4, np.nan, np.float32).tobytes()
+        (folder / f"{sha256(data)}.safetensors").write_bytes(data)
+        part |= {"digest": sha256(data), "size_bytes": len(data)}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(UpdateRejected, match="no answer: candidate private, global, expert-2, expert-3, local gives"):
+        run_of(folder, tmp_path / "x.npz")

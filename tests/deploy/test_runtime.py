@@ -19,6 +19,8 @@ from fedge.bundle import INT8, MANIFEST, SKELETON, decode
 from fedge.errors import ConfigError, UpdateRejected
 from fedge.ort import onnxruntime
 
+from .bundles import sha256, variant
+
 pytestmark = pytest.mark.torch_free
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -346,3 +348,25 @@ def test_untampered(bundle, expected):
 def test_no_samples_and_such_as_are_not_finite_are_refused(runtime, x, says):
     with pytest.raises(ConfigError, match=says):
         runtime.predict(x)
+
+
+def test_a_graph_of_constants_is_refused_in_a_sentence(tmp_path):
+    """As one folds into that has met a number that is not finite."""
+    onnx = pytest.importorskip("onnx")
+    folder = variant(tmp_path / "constant", release=4)
+    manifest = json.loads((folder / "manifest.json").read_bytes())
+    (file,) = folder.glob("*.onnx")
+    model = onnx.load(file, load_external_data=False)
+    sizes = (len(manifest["task"]["classes"]), *2 * [len(manifest["candidates"])])
+    values = [onnx.numpy_helper.from_array(np.full((1, size), np.nan, np.float32)) for size in sizes]
+    nodes = [
+        onnx.helper.make_node("Constant", [], [output.name], value=value)
+        for output, value in zip(model.graph.output, values, strict=True)
+    ]
+    del model.graph.node[:], model.graph.initializer[:]
+    model.graph.node.extend(nodes)
+    file.write_bytes(data := model.SerializeToString())
+    manifest["skeleton"] |= {"digest": sha256(data), "size_bytes": len(data)}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(UpdateRejected, match="all outputs of its graph are constants, such as NaN; make"):
+        deploy.load(folder)
