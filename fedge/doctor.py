@@ -335,7 +335,7 @@ async def _speak(settings: DoctorSettings, broker: BrokerSettings, where: str) -
     """Log in, subscribe and publish to an unused topic, under a client id that disconnects nobody; hear the beacon."""
     topics, me = Topics(settings.federation or "doctor"), settings.id or "doctor"
     listen, speak = ("orders", "predictions") if settings.role != "coordinator" else ("status", "acks")
-    do = "see user name and password, or the certificate; is it revoked? The broker's log says more"
+    do = "see there, the broker's log, and docs/operating.md, Brokers of others; is our certificate revoked?"
     transport = Transport(broker, topics.client_id("status", f"doctor-{me}"), session_expiry_s=0)
     try:
         async with asyncio.timeout(PATIENCE_S), transport:

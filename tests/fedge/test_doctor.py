@@ -18,6 +18,7 @@ from click.testing import CliRunner
 import fedge
 from fedge import mosquitto
 from fedge.broker import LocalBroker, mosquitto_path
+from fedge.config import Secret
 from fedge.doctor import (
     DoctorSettings,
     Finding,
@@ -33,7 +34,9 @@ from fedge.messages import Beacon, encode
 from fedge.sealed import Plain, Signed, speaker
 from fedge.topics import Topics
 from fedge.transport import BrokerSettings, Transport
+from tests.support.broker import OwnBroker
 from tests.support.identities import Authority, TlsBroker
+from tests.support.proxies import ProxyServer
 
 needs_mosquitto = pytest.mark.skipif(mosquitto_path() is None, reason="mosquitto is not installed")
 
@@ -228,3 +231,27 @@ async def test_a_coordinator_whose_word_is_signed(tmp_path: Path, monkeypatch: p
         _, refused = await asyncio.to_thread(told, broker, **files)
         assert refused.state == "warning"
         assert "run `fedge provision broker` there again" in refused.do
+
+
+@needs_mosquitto
+@pytest.mark.broker
+async def test_a_port_for_websockets_is_named(tmp_path: Path) -> None:
+    lines = "listener {other} 127.0.0.1", "allow_anonymous true", "listener {port}", "protocol websockets"
+    async with OwnBroker(tmp_path, *lines) as broker:
+        (found,) = await asyncio.to_thread(
+            lambda: list(of_the_broker(DoctorSettings(broker=f"localhost:{broker.port}")))
+        )
+        assert found.found.endswith(f"speaks MQTT over WebSockets: give the address ws://localhost:{broker.port}")
+        (found, *_) = await asyncio.to_thread(
+            lambda: list(of_the_broker(DoctorSettings(broker=f"ws://localhost:{broker.port}")))
+        )
+        assert found.state == "ok"
+
+
+@pytest.mark.broker
+async def test_a_proxy_that_forbids_it_is_named() -> None:
+    async with ProxyServer("http", forbids=1883) as proxy:
+        settings = DoctorSettings(broker="localhost", proxy=Secret(proxy.url))
+        (found,) = await asyncio.to_thread(lambda: list(of_the_broker(settings)))
+    assert found.found.startswith("localhost:1883 cannot be reached: the proxy at 127.0.0.1:")
+    assert "--proxy" in found.do

@@ -618,7 +618,7 @@ async def test_a_broker_of_small_packets_is_asked_for_fewer_ranges(tmp_path, pac
             assert (await fetch(receiver, ref)).read_bytes() == data
 
 
-async def test_chunks_become_as_small_as_a_broker_takes_that_announces_no_limit(tmp_path, caplog):
+async def test_chunks_become_as_small_as_a_broker_takes_that_announces_no_limit(mosquitto_program, tmp_path, caplog):
     """Mosquitto announces max_packet_size alone: of this one nobody knows until a chunk was too large."""
     up, data = BlobFolder(tmp_path / "up"), os.urandom(300_000)
     ref = BlobRef(digest=up.put(data), size_bytes=len(data))

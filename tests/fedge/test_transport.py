@@ -545,7 +545,7 @@ async def test_a_broker_that_closes_on_us_is_explained_once_and_then_left_in_pea
     ],
 )
 @pytest.mark.parametrize("will", [None, Will("will", b"")])
-async def test_a_broker_that_cannot_do_what_fedge_needs_is_refused(tmp_path, line, told, will):
+async def test_a_broker_that_cannot_do_what_fedge_needs_is_refused(mosquitto_program, tmp_path, line, told, will):
     async with open_broker(tmp_path, line) as broker, asyncio.timeout(WAIT_S):
         if will is None and "packet" not in line:
             told = told.partition(": ")[2]  # by what it announces; its own reason comes with a will
@@ -553,7 +553,7 @@ async def test_a_broker_that_cannot_do_what_fedge_needs_is_refused(tmp_path, lin
             await transport(broker, "one", will=will).__aenter__()
 
 
-async def test_a_limit_below_what_fedge_needs_ends_it_with_the_first_message(tmp_path):
+async def test_a_limit_below_what_fedge_needs_ends_it_with_the_first_message(mosquitto_program, tmp_path):
     async with open_broker(tmp_path, "message_size_limit 500") as broker, asyncio.timeout(WAIT_S):
         with pytest.raises(TransportError, match="takes no packet of 1,022 bytes, fedge needs 4,096; Packet too large"):
             await say_too_much(transport(broker, "one"))
@@ -566,7 +566,7 @@ async def say_too_much(one: Transport) -> None:
         await asyncio.Event().wait()
 
 
-async def test_a_message_over_a_hidden_limit_fails_alone(tmp_path, caplog):
+async def test_a_message_over_a_hidden_limit_fails_alone(mosquitto_program, tmp_path, caplog):
     async with open_broker(tmp_path, "message_size_limit 10000") as broker, transport(broker, "one") as one:
         with pytest.raises(TooLargeError, match=r"t, packet of 20022 bytes: Packet too large .* message_size_limit"):
             await one.publish("t", bytes(20_000))
@@ -674,7 +674,7 @@ async def test_a_broker_without_shares_that_does_not_say_so(tmp_path):
     assert filters == [b"$share/g/t/+", b"t/+"]
 
 
-async def test_a_port_for_websockets_is_named_as_such(tmp_path):
+async def test_a_port_for_websockets_is_named_as_such(mosquitto_program, tmp_path):
     lines = "listener {other} 127.0.0.1", "allow_anonymous true", "listener {port}", "protocol websockets"
     async with OwnBroker(tmp_path, *lines) as broker, asyncio.timeout(WAIT_S):
         with pytest.raises(
@@ -696,7 +696,7 @@ async def test_a_web_server_is_named_as_such():
         await server.cleanup()
 
 
-async def test_a_broker_that_is_full_says_nothing_and_the_log_does(tmp_path, no_back_off, caplog):
+async def test_a_broker_that_is_full_says_nothing_and_the_log_does(mosquitto_program, tmp_path, no_back_off, caplog):
     async def stay(name: str) -> None:
         async with transport(broker, name):
             await asyncio.Event().wait()
