@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from coordinator.fleet.mqtt import MAX_STRANGERS
-from coordinator.roles import LINES_PER_MINUTE
 from fedge.broker import LocalBroker
+from fedge.logs import LINES_PER_MINUTE
 from fedge.messages import Presence, Status, encode
 from fedge.topics import Topics
 from tests.support.broker import say
