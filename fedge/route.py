@@ -238,7 +238,9 @@ def other_than_mqtt(address: Address, proxy: Proxy | None, tls: Callable[[], ssl
         return f"its web server has no WebSocket for MQTT at {address.path} ({status}): give the path, as in {at}{PATH}"
     if answer.startswith(b"\x15\x03"):
         return "this port speaks TLS: give --identity or --ca-file"
-    return f"what answers at this port is no broker: it says {answer[:40]!r}" if answer else ""
+    if answer[:1].isalnum():  # a broker may say in MQTT that it does not understand us
+        return f"what answers at this port is no broker: it says {answer[:40]!r}"
+    return ""
 
 
 def _first_line(address: Address, proxy: Proxy | None, tls: ssl.SSLContext | None) -> bytes:

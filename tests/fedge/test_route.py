@@ -175,6 +175,8 @@ def test_a_proxy_that_is_not_there() -> None:
         (b"\x15\x03\x01\x00\x02\x02\x46", None, "this port speaks TLS: give --identity or --ca-file"),
         (b"SSH-2.0-OpenSSH_9.2\r\n", None, "what answers at this port is no broker: it says b'SSH-2.0-OpenSSH_9.2'"),
         (b"", None, ""),
+        (b"\x20\x03\x00\x81\x00", None, ""),  # CONNACK of MQTT 5: malformed packet
+        (b"\xe0\x01\x81", "/mqtt", ""),  # DISCONNECT
     ],
 )
 async def test_what_speaks_in_place_of_a_broker(answer: bytes, path: str | None, told: str) -> None:
