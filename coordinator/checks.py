@@ -22,8 +22,8 @@ from coordinator.methods import Option, method_class, options_of
 from fedge import child
 from fedge.bundle import slot
 from fedge.doctor import AGENT_GB
-from fedge.errors import ConfigError, failing_as
-from fedge.loading import reason_of
+from fedge.errors import ConfigError, FedgeError, failing_as
+from fedge.loading import FAILURES, reason_of
 from fedge.task import TaskSpec
 from fedge.tensors import Layout, Model, to_bytes, unflatten
 
@@ -141,14 +141,21 @@ def examine(
 
     samples = samples or made_up(task)
     x = torch.from_numpy(samples.x)
+    found, numbers = [], 0
+    tell("build the network, and ask it about a few samples")
     with seeded(1), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what matters of it is found
-        tell("build the network, and ask it about a few samples")
         module = build(task).eval()
-        found, numbers = _behaviour(task, layout, module, samples, tell), 0
-        if not _stop(found):
-            numbers = _numbers(module, x)
-            found += _profile(module, x, without_profile)
+        try:
+            found = _behaviour(task, layout, module, samples, tell)
+            if not _stop(found):
+                numbers = _numbers(module, x)
+                found += _profile(module, x, without_profile)
+        except FedgeError:
+            raise
+        except FAILURES as error:
+            do = "let it answer and learn in an ordinary loop of torch first, with torch.no_grad() and without"
+            found = [Finding(f"the network fails while it is tried ({reason_of(error)})", do, stops=True)]
     if not _stop(found):
         tell("export the network to ONNX, which takes a minute or more with a large one")
         found += _graph(task, layout, module, x)
@@ -182,7 +189,7 @@ def _behaviour(
     torch.manual_seed(2)
     network = Network(task)
     found += probes.built_again(module, network, x, layout)
-    return found if _stop(found) else [*found, *probes.training(network, samples)]
+    return found if _stop(found) else [*found, *probes.training(network, samples, module)]
 
 
 def _stop(found: Iterable[Finding]) -> bool:
@@ -209,7 +216,7 @@ def _profile(module: torch.nn.Module, x: torch.Tensor, without_profile: str) -> 
 
     try:
         sparsity_profile(module, x.numpy())
-    except ConfigError as error:
+    except (ConfigError, ValueError) as error:
         return [Finding(f"devices cannot be told apart by a ReLU profile ({error})", without_profile)]
     return []
 

@@ -27,7 +27,7 @@ from fedge.models.constants import constants, digest
 from fedge.models.training import Network, Trainer, tensor
 from fedge.sgd import Sgd
 from fedge.task import TaskSpec
-from fedge.tensors import Layout
+from fedge.tensors import Layout, Model
 
 N_ALONE: Final = 4
 """Samples that are also asked about one by one."""
@@ -82,7 +82,7 @@ def _no_logits(found: Any, n: int, task: TaskSpec, when: str = "") -> Finding | 
         do = f"let forward return one tensor of the shape {shape}, the logits, in training and in evaluation"
         return Finding(f"{when}the network returns {what}, no tensor", do, stops=True)
     if found.shape != (n, task.n_classes):
-        what = f"{when}the network turns {n} samples into numbers of the shape {tuple(found.shape)}"
+        what = f"{when}the network turns {n} sample{'s' * (n > 1)} into numbers of the shape {tuple(found.shape)}"
         classes = f"{task.n_classes} classes ({', '.join(task.classes[:8])}{', ...' * (task.n_classes > 8)})"
         return Finding(
             f"{what}, and there are {classes}",
@@ -167,14 +167,14 @@ def _last_operation(module: nn.Module, x: Tensor) -> str | None:
     return None if end is None else _ENDS.get(end.name())
 
 
-def training(network: Network, samples: Samples) -> Iterator[Finding]:
-    """Whether a network of finite weights can learn, by steps as on a device: with n samples, and with one.
+def training(network: Network, samples: Samples, untrained: nn.Module) -> Iterator[Finding]:
+    """Whether a network can learn, by steps as on a device: with n samples, and with one.
 
-    Changes the network's weights.
+    `untrained`: another build with the same weights, which are finite. The network's own are changed.
     """
     module, x = network.module, tensor(samples.x)
-    before = dict(state(module))
-    inputs = x.clone()
+    before, start, inputs = dict(state(module)), network.dump(), x.clone()
+    kept = {place: digest(value) for place, value in constants(module).items()}
     try:
         found = module.train()(inputs)
     except FAILURES as error:
@@ -200,11 +200,20 @@ def training(network: Network, samples: Samples) -> Iterator[Finding]:
         yield _unregistered(
             f"no order trains {_some(hidden)}, since no state dict has it, though a gradient reaches it"
         )
+    elif _differ_from(untrained, network, start, x):
+        changed = [place for place, value in constants(module).items() if kept.get(place) != digest(value)]
+        yield _unregistered(f"training changes {_some(changed) or 'something'}, which no state dict has")
     elif (reason := _steps(network, Samples(samples.x[:1], samples.y[:1]))) is not None:
-        what = f"a device with one sample only cannot train ({reason.what})"
         yield Finding(
-            what, "give each device at least two samples, or normalise without the batch: GroupNorm, LayerNorm"
+            f"a device with one sample only cannot train ({reason.what})",
+            "give each device at least two samples, or normalise without the batch: GroupNorm, LayerNorm",
         )
+
+
+def _differ_from(module: nn.Module, network: Network, model: Model, x: Tensor) -> bool:
+    """Whether a network answers otherwise than `module` does, once it has the weights of `model`, as that has."""
+    network.load(model)
+    return _differ(*(torch.from_numpy(_eval(each, x)) for each in (module, network.module)))
 
 
 def _steps(network: Network, samples: Samples) -> Finding | None:
@@ -256,7 +265,7 @@ def _unregistered(what: str) -> Finding:
 def built_again(module: nn.Module, network: Network, x: Tensor, layout: Layout) -> Iterator[Finding]:
     """Whether two builds with other random numbers, `module` and `network`, are the same network with equal weights."""
     try:
-        network.load(dump(module, layout))
+        answers_differ = _differ_from(module, network, dump(module, layout), x)
     except ProtocolError:
         yield Finding(
             "each build of the network has other tensors",
@@ -264,7 +273,7 @@ def built_again(module: nn.Module, network: Network, x: Tensor, layout: Layout) 
             stops=True,
         )
         return
-    if not _differ(*(torch.from_numpy(_eval(each, x)) for each in (module, network.module))):
+    if not answers_differ:
         return
     one, two = constants(module), constants(network.module)
     other = [place for place in one | two if digest(one.get(place)) != digest(two.get(place))]

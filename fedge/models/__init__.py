@@ -114,6 +114,8 @@ def _maker_of(layer: nn.Module) -> str | None:
     """What turned a layer into code that nothing can look into or export; None: nothing did."""
     if isinstance(layer, torch.jit._script.RecursiveScriptModule):  # noqa: SLF001 - a traced one can be looked into
         return "torch.jit.script"
+    if isinstance(layer, nn.DataParallel):
+        return "torch.nn.DataParallel"
     return "torch.compile" if hasattr(layer, "_orig_mod") else None
 
 

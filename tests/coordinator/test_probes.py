@@ -205,6 +205,30 @@ class _Kept(Net):
         return self.d(y)
 
 
+class _Cooling(Net):
+    """A temperature that falls while it trains."""
+
+    temperature = 1.0
+
+    def forward(self, x: Tensor) -> Any:
+        if self.training:
+            self.temperature *= 0.9
+        return self.d(self.features(x)) / self.temperature
+
+
+class _WithAGradient(Net):
+    """As for a saliency map; torch.no_grad() is undone."""
+
+    def forward(self, x: Tensor) -> Any:
+        with torch.enable_grad():
+            return self.d(self.features(x))
+
+
+class _TwiceTheRows(Net):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x.repeat_interleave(2, 0))[::2]
+
+
 class _Root(Net):
     def features(self, x: Tensor) -> Tensor:
         return (super().features(x) * 0).sqrt()
@@ -283,7 +307,7 @@ WRONG = [
     Case(_Two, "in training mode the network returns a tuple of 2, no tensor", "the logits, in training and in"),
     Case(_Named, "the network returns a dict with logits, no tensor", "return one tensor of the shape (n, 3)"),
     Case(_Nothing, "the network returns nothing, no tensor"),
-    Case(_Flat, "the network turns 1 samples into numbers of the shape (3,), and there are 3 classes (a, b, c)"),
+    Case(_Flat, "the network turns 1 sample into numbers of the shape (3,), and there are 3 classes (a, b, c)"),
     Case(_OneByOne, "does not take one sample alone (AssertionError: more than one, please (test_probes.py, line"),
     Case(lambda: with_norm(track_running_stats=False), "does not take one sample alone (ValueError: Expected more"),
     Case(_Double, "the network returns numbers of the type torch.float64", "logits.float()"),
@@ -307,6 +331,12 @@ WRONG = [
     Case(_Detached, "training fails, since no gradient reaches a weight", "leave out detach()"),
     Case(_InTraining, "in training mode the network does not take 9 samples (KeyError: 'aux' (test_probes.py, line"),
     Case(_Kept, "training fails at the second batch, since the network keeps a value of the first", "its detach()"),
+    Case(_Cooling, "training changes temperature, which no state dict has", "register_buffer"),
+    Case(
+        _WithAGradient,
+        "the network fails while it is tried (RuntimeError: Can't call numpy() on Tensor that",
+        "no_grad",
+    ),
     Case(_Root, "after a step of training weights are NaN or infinite", "look for numbers that are too large"),
     Case(_Frozen, "the network has no weight that learns"),
     Case(nn.Flatten, "the network has no weight that learns"),
@@ -327,6 +357,7 @@ WORKING: list[Callable[[], nn.Module]] = [
     with_norm,
     _Shared,
     _Asserting,
+    _TwiceTheRows,
     lambda: _Plain(lambda: torch.arange(8.0)),
     lambda: nn.Sequential(Net(), nn.Dropout(0.5)),
     lambda: torch.jit.trace(Net(), torch.zeros(2, 1, 4, 4)),

@@ -154,6 +154,7 @@ def exits() -> nn.Module:
         (lambda: nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 3)), "tensor 0.weight is lazy, it has no shape"),
         (lambda: torch.jit.script(Early()), "it was made by torch.jit.script: give the torch.nn.Module"),
         (lambda: nn.Sequential(torch.jit.script(nn.ReLU())), "its layer 0 was made by torch.jit.script"),
+        (lambda: nn.DataParallel(Early()), "it was made by torch.nn.DataParallel: give the torch.nn.Module"),
         (lambda: torch.compile(Early()), "it was made by torch.compile: give the torch.nn.Module"),
         (lambda: nn.Sequential(nn.Linear(6, 3), nn.ParameterList([torch.zeros(0, 4)])), "shape (0, 4) has no elements"),
         (lambda: Early().double(), "tensor head.weight is torch.float64; a network may have float32"),
