@@ -14,6 +14,7 @@ import resource
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Final, Literal
@@ -51,7 +52,7 @@ from fedge import weights
 from fedge.codec import encode
 from fedge.config import CODE, Duration, Name, Secret
 from fedge.credentials import Broker, Credentials
-from fedge.errors import ConfigError, FruitlessError, StoreError
+from fedge.errors import MALFORMED, ConfigError, FruitlessError, ProtocolError, StoreError, failing_as
 from fedge.files import write_atomically
 from fedge.logs import bind
 from fedge.malloc import tune_malloc
@@ -234,6 +235,16 @@ def prolonged(settings: CoordinatorSettings, length: Length, method: Method[Any]
     return Length(total=settings.rounds, last=max(state.round, length.last) + settings.rounds - length.total)
 
 
+def reading(store: Store) -> AbstractContextManager[None]:
+    """Context in which what the store holds is read: it may come from a backup, and be anything.
+
+    Raises:
+        StoreError: it cannot be read; the text says what to do.
+    """
+    text = f"what {store.home} holds of the run cannot be read; restore another backup, or begin anew in another --home"
+    return failing_as(StoreError, text, on=(*MALFORMED, json.JSONDecodeError, ProtocolError))
+
+
 def resumed(
     wanted: CoordinatorSettings, task: TaskSpec, store: Store, options: Mapping[str, Option]
 ) -> tuple[Method[Any], Layout, BlobRef, State]:
@@ -241,13 +252,17 @@ def resumed(
 
     Raises:
         ConfigError: the folder belongs to another federation, or the run cannot have more rounds.
+        StoreError: what the store holds cannot be read.
     """
-    settings, length = length_of(wanted, store)
+    with reading(store):
+        settings, length = length_of(wanted, store)
     method = method_of(settings, task, options, length.last)
-    layout, model = start(settings, task, store, options)
+    with reading(store):
+        layout, model = start(settings, task, store, options)
     saved = store.state()
     first = method.begin(layout, model)
-    state = first if saved is None else load(saved, type(first))
+    with reading(store):
+        state = first if saved is None else load(saved, type(first))
     if (longer := prolonged(wanted, length, method, state, store)) != length:
         store.keep("length", msgspec.json.encode(longer).decode())
         method = method_of(settings, task, options, longer.last)

@@ -12,6 +12,7 @@ import msgspec
 
 from coordinator.assembling import bundle_in_subprocess
 from coordinator.methods import MethodSettings, Server, load, make
+from coordinator.service import reading
 from coordinator.store import Store, undeleted
 from coordinator.watch import read_summary
 from coordinator.watch_cli import opened
@@ -62,7 +63,8 @@ def _learned(store: Store, allow: Container[str]) -> tuple[TaskSpec, Layout, Mod
     identity, start, saved = store.recall("identity"), store.recall("start"), store.state()
     if identity is None or start is None or saved is None:
         raise ConfigError(f"no round is done in {store.home} yet")
-    _, name, fingerprint, seed, rounds, options = json.loads(identity)
+    with reading(store):
+        _, name, fingerprint, seed, rounds, options = json.loads(identity)
     with failing_as(StoreError, f"{store.home / 'task.json'} cannot be read", on=(OSError, *MALFORMED)):
         task = msgspec.json.decode((store.home / "task.json").read_bytes(), type=TaskSpec)
     if task.fingerprint() != fingerprint:  # it may name code
@@ -71,7 +73,8 @@ def _learned(store: Store, allow: Container[str]) -> tuple[TaskSpec, Layout, Mod
     if (frozen := needed_on_devices(task)) is not None:
         weights.keep(store.blobs.get(frozen.digest))
     method = make(name, MethodSettings(rounds=rounds, seed=seed, options=options), Server(task))
-    state = load(saved, type(method.begin(*msgspec.json.decode(start, type=tuple[Layout, BlobRef]))))
+    with reading(store):
+        state = load(saved, type(method.begin(*msgspec.json.decode(start, type=tuple[Layout, BlobRef]))))
     if not state.history:
         raise ConfigError(f"the devices in {store.home} have learned nothing together yet")
     ref = method.for_anybody(state)

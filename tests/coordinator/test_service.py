@@ -349,3 +349,18 @@ async def test_a_run_in_which_no_update_came_ends_before_anything_is_installed(
     assert str(again.value) == str(caught.value)
     longer = settings(None, tmp_path / "server", devices=1, rounds=3)
     assert resumed(longer, TASK, store, {})[0].last == 3
+
+
+@pytest.mark.parametrize("what", ["state", "start", "length", "identity"])
+def test_a_store_that_holds_garbage_is_an_error_that_says_what_to_do(tmp_path: Path, store: Store, what: str) -> None:
+    """As a backup may, or a disk."""
+    wanted = settings(None, tmp_path / "server")
+    resumed(wanted, TASK, store, {})
+    if what == "state":
+        store._change(lambda db: db.execute("INSERT INTO states (round, body) VALUES ($1, $2)", 1, b"garbage"))
+    else:
+        store.keep(what, "garbage")
+    with pytest.raises(
+        StoreError, match=r"server holds of the run cannot be read; restore another backup, or begin anew"
+    ):
+        resumed(wanted, TASK, store, {})

@@ -75,6 +75,20 @@ def test_code_that_the_home_names_is_not_run_unless_its_owner_allows_it(
     assert f"{told}command line: --allow os:abort\n" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("state", [b"garbage", b"", msgspec.msgpack.encode((b"\xc0", b"garbage"))])
+def test_a_state_that_is_garbage_is_an_error_that_says_what_to_do(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], state: bytes
+) -> None:
+    Repository.create(tmp_path / "repo")
+    with contextlib.closing(Store(home)) as store:
+        store._change(lambda db: db.execute("UPDATE states SET body = $1", state))
+    assert main(["rollout", "make", str(tmp_path / "repo"), "--home", str(home)]) == 4
+    told = (
+        f"error: what {home} holds of the run cannot be read; restore another backup, or begin anew in another --home: "
+    )
+    assert told in capsys.readouterr().err
+
+
 def test_a_home_without_a_round_has_nothing_to_release(home: Path, tmp_path: Path) -> None:
     Repository.create(tmp_path / "repo")
     with contextlib.closing(Store(home)) as store:
