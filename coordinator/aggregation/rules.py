@@ -20,8 +20,8 @@ from coordinator.aggregation.mean import BLOCK
 from fedge.tensors import Floats
 
 FACTOR: Final = 2.0
-"""Times the median of a cohort: no device weighs more in an average, and none moves it farther. It rarely acts
-(docs/results/attacks.md)."""
+"""Times the median of a cluster: no device weighs more in an average, and none moves it farther. It rarely acts where
+sizes are alike (docs/results/attacks.md)."""
 FEWEST: Final = 3
 """A median of fewer numbers says nothing of what is usual."""
 ITERATIONS: Final = 3
