@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import datetime as dt
 import ipaddress
+import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -56,6 +57,11 @@ PARTS: Final = tuple(role for role in Role if role.speaks_as is not Role.DEVICE)
 KNOW_REVOKED: Final = (Role.BROKER, Role.COORDINATOR, Role.INTAKE)
 KNOW_MEMBERS: Final = (Role.COORDINATOR, Role.INTAKE)
 Days = Annotated[int, Meta(ge=1, le=10 * 365)]
+
+
+_LABEL: Final = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
+HOST: Final = rf"{_LABEL}(?:\.{_LABEL})*"
+"""Of a name that a certificate can have: letters beyond ASCII only as xn--..."""
 
 
 class Federation(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -100,9 +106,10 @@ class Issuer:
         """Make an authority with a new key, and the identities of the server.
 
         Raises:
-            ConfigError: the folder has one already.
+            ConfigError: the folder has one already, or the host is none.
             StoreError: the folder cannot be written.
         """
+        require_host(settings.host)
         with locked(folder, None):
             if (folder / CA_KEY).exists():
                 raise ConfigError(f"{folder} holds a federation's authority already; give another --folder")
@@ -419,6 +426,22 @@ def _usage(*, signs: bool) -> x509.KeyUsage:
         encipher_only=False,
         decipher_only=False,
     )
+
+
+def require_host(host: str) -> None:
+    """Refuse what is neither a name nor an address: it goes into certificates, kits and configurations.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    with suppress(ValueError):
+        ipaddress.ip_address(host)
+        return
+    if not re.fullmatch(HOST, host) or len(host) > 253:
+        raise ConfigError(
+            f"{host!r} is no host: give the broker's name, such as edge-server.local, or its address, such as "
+            "192.168.1.5 or fd00::5; its port is --port"
+        )
 
 
 def _names_of_host(host: str) -> list[x509.GeneralName]:

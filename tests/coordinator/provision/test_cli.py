@@ -109,3 +109,30 @@ def test_what_is_wrong_is_named_and_changes_nothing(
     assert not (tmp_path / "cam1.kit").exists()
     assert not (tmp_path / "t").exists()
     assert "cam1" not in (folder / "coordinator/members.json").read_text()
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "edge\nlistener 1884",
+        "edge:8883",
+        "edge server",
+        "",
+        "[::1]",
+        "mqtt://edge",
+        "b\u00fcro.local",
+        "a..b",
+        "a" * 64,
+    ],
+)
+def test_a_host_that_is_none_is_refused_before_anything_is_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], host: str
+) -> None:
+    assert main(["provision", "init", "shop", host, "--folder", str(tmp_path / "new")]) == 2
+    assert "is no host: give the broker's name, such as edge-server.local" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("host", ["edge-server.local", "edge_server", "192.168.1.5", "fd00::5", "xn--bro-hoa.local"])
+def test_names_and_addresses_are_hosts(tmp_path: Path, host: str) -> None:
+    assert main(["provision", "init", "shop", host, "--folder", str(tmp_path / "new")]) == 0
