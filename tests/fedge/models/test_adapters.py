@@ -123,6 +123,24 @@ def test_what_does_not_fit_is_named(change: Tensors, text: str, tmp_path: Path) 
         models.initial(with_network(TASK, None, tmp_path / "w.safetensors"), 0)
 
 
+def twice(task: TaskSpec) -> nn.Module:
+    """One block under two names."""
+    block = nn.Linear(192, 192)
+    return nn.Sequential(nn.Flatten(), block, nn.ReLU(), block, nn.Linear(192, task.n_classes))
+
+
+@pytest.mark.parametrize("name", ["1", "3"])
+def test_a_tensor_of_two_names_is_found_by_either(name: str, tmp_path: Path) -> None:
+    task = msgspec.structs.replace(TASK, model=f"{__name__}:twice")
+    tensors = tensors_of(task, seed=3)
+    renamed = {known.replace("1.", f"{name}."): array for known, array in tensors.items()}
+    (tmp_path / "w.safetensors").write_bytes(to_bytes(renamed))
+    layout, first = models.initial(with_network(task, weights=tmp_path / "w.safetensors"), 0)
+    assert {known: array.tolist() for known, array in unflatten(first, layout).items()} == {
+        known: array.tolist() for known, array in tensors.items()
+    }
+
+
 def test_a_pickled_file_is_not_opened(tmp_path: Path) -> None:
     (tmp_path / "w.pt").write_bytes(pickle.dumps({"0.weight": 1}))
     with pytest.raises(ConfigError, match="not a safetensors"):
