@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from fedge import table
 from fedge.errors import ConfigError, failing_as
-from fedge.scaling import precision, unfit
+from fedge.scaling import FURTHEST, precision, unfit
 from fedge.task import TaskSpec
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ def apply(task: TaskSpec, raw: NDArray[Any]) -> NDArray[np.float32]:
         (n, *input_shape) float32, finite, a new array.
 
     Raises:
-        ConfigError: the samples have another shape, are not numbers, or not finite in single precision; the text says
-            where.
+        ConfigError: the samples have another shape, are not numbers, or too large to compute with in single precision;
+            the text says where.
     """
     if raw.dtype.kind not in "buif":
         raise ConfigError(f"samples must be numbers, not {raw.dtype}")
@@ -43,7 +43,8 @@ def apply(task: TaskSpec, raw: NDArray[Any]) -> NDArray[np.float32]:
         np.subtract(x, mean.astype(kind), out=x)
         np.divide(x, std.astype(kind), out=x)
         inputs = x.astype(np.float32, copy=False)
-    if (kind is np.float64 or not np.isfinite(inputs).all()) and (fault := unfit(shaped, inputs)):
+    within = inputs.max(initial=0) <= FURTHEST and inputs.min(initial=0) >= -FURTHEST  # not if there is NaN
+    if (kind is np.float64 or not within) and (fault := unfit(shaped, inputs)):
         raise ConfigError(fault)
     return inputs
 

@@ -8,6 +8,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 LARGEST: Final = float(np.finfo(np.float32).max)
+FURTHEST: Final = LARGEST**0.5
+"""Of a model input: the square of a larger one is not finite, so its gradient's norm is not, and training diverges."""
 FAR: Final = 16
 """Deviations. Of the 24 bits of single precision, a mean of up to 16 deviations costs 4."""
 
@@ -22,7 +24,7 @@ def unfit(x: NDArray[Any], inputs: NDArray[np.float32] | None = None) -> str:
 
     x: (n, ...) numbers. inputs: the same, scaled; None: only x is looked at.
     """
-    fits = _finite(x) if inputs is None else _finite(x) & np.isfinite(inputs)
+    fits = _finite(x) if inputs is None else _finite(x) & (np.abs(inputs) <= FURTHEST)
     if fits.all():
         return ""
     at = np.unravel_index(int(np.argmin(fits)), x.shape)
@@ -30,7 +32,7 @@ def unfit(x: NDArray[Any], inputs: NDArray[np.float32] | None = None) -> str:
         return told(x, at, "not a finite number")
     if not abs(x[at]) <= LARGEST:
         return told(x, at, f"more than single precision holds ({LARGEST:.2g})")
-    return told(x, at, "so far from the task's mean that it is not finite once it is scaled")
+    return told(x, at, "so far from the task's mean that no network can compute with it")
 
 
 def told(x: NDArray[Any], at: tuple[np.intp, ...], fault: str) -> str:

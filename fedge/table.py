@@ -22,7 +22,7 @@ from fedge.errors import ConfigError, failing_as
 from fedge.files import require_there
 from fedge.loading import needs
 from fedge.npz import require_room
-from fedge.scaling import LARGEST, precision
+from fedge.scaling import FURTHEST, LARGEST, precision
 from fedge.task import Column, Schema, TaskSpec
 from fedge.text import nearest, printable
 
@@ -54,7 +54,9 @@ def read_schema(file: Path) -> Schema:
             if isinstance(column.missing, str):
                 faults.append(f"{column.name} is a number, and missing = {column.missing!r} is none")
             elif column.missing is not None and not _fits(column, column.missing):
-                faults.append(f"missing = {column.missing!r} of {column.name} is not finite once it is scaled")
+                faults.append(
+                    f"missing = {column.missing!r} of {column.name} is too large to compute with once it is scaled"
+                )
         elif column.missing not in (None, *column.categories):
             faults.append(f"missing = {column.missing!r} of {column.name} is none of its categories")
         elif (column.mean, column.std) != (0, 1) or len(set(column.categories)) < len(column.categories):
@@ -162,7 +164,7 @@ class _Reader:
         if not abs(value) <= LARGEST:
             raise self._fault(i, column.name, f"is not a number: {printable(word)[:100]}")
         if not _fits(column, value):
-            what = f"is {value:g}, not finite once it is scaled: if it stands for a missing value, empty the cell"
+            what = f"is {value:g}, too large to compute with once it is scaled: empty the cell if it is missing"
             raise self._fault(i, column.name, what)
         return value
 
@@ -172,7 +174,7 @@ class _Reader:
 
 def _fits(column: Column, value: float) -> bool:
     """Whether the network can see a number."""
-    return abs(value) <= LARGEST and abs(value - column.mean) <= LARGEST * column.std
+    return abs(value) <= LARGEST and abs(value - column.mean) <= FURTHEST * column.std
 
 
 def _word(cell: object) -> str:

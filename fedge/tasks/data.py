@@ -152,7 +152,7 @@ def _of_task(
         raise ConfigError(f"samples of shape {x.shape[1:]} found, but the task has inputs of {task.input_shape}")
     if x.dtype.kind not in "buif":
         raise ConfigError(f"x {what} must be numbers, not {x.dtype}")
-    if fault := unfit(x):
+    if fault := unfit(x, x):
         raise ConfigError(f"{what}, {fault}")
     y = class_numbers(y, n, task.n_classes, f"y {what}")
     marks = whole_numbers(marks, n, 1, f"sensitive {what}").astype(np.bool_)

@@ -44,6 +44,12 @@ def test_what_fits_is_not_named() -> None:
         assert unfit(x) == ""
 
 
+def test_an_input_whose_square_is_not_finite_is_named_too() -> None:
+    x = np.array([[-1.8e19, 1.8e19], [0.5, 3e38]], np.float32)
+    assert "sample 1, column 1 (counted from 0) is 3e+38, so far from the task's mean" in unfit(x, x)
+    assert unfit(x) == unfit(x[:1], x[:1]) == ""
+
+
 def test_what_is_finite_and_not_once_it_is_scaled_is_named_too() -> None:
     x = np.array([[0.5], [3e38]], np.float32)
     with np.errstate(over="ignore"):
