@@ -25,7 +25,7 @@ from coordinator.protection import Protection
 from coordinator.selection import ccmab
 from coordinator.simulation.rounds import run
 from fedge import preprocess
-from fedge.errors import ConfigError
+from fedge.errors import ConfigError, FruitlessError
 from fedge.messages import Codec
 from fedge.models.training import Network
 from fedge.sgd import Sgd
@@ -192,12 +192,15 @@ async def test_a_device_that_fails_to_train_is_absent_from_the_mean_and_costs_it
     assert after.participations[broken] == state.participations[broken]
 
 
-async def test_without_a_single_device_every_round_passes(tmp_path) -> None:
+async def test_without_a_single_device_every_round_of_training_passes(tmp_path) -> None:
     fleet, layout, first, groups = digits(tmp_path, limit=200)
     fleet.absent = frozenset(groups)
     of = method(rounds=3, warm_up=1)
-    state = await run(of, of.init(layout, first), fleet)
+    state = await run(of, of.init(layout, first), fleet, rounds=2)
     assert (state.shared, state.clusters, state.installed) == (first, (), {})
+    with pytest.raises(FruitlessError):
+        await run(of, state, fleet)
+    assert fleet.round == 3
 
 
 async def test_a_device_with_profiles_of_another_length_leaves_when_it_is_outvoted(tmp_path) -> None:
