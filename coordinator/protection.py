@@ -18,11 +18,14 @@ from fedge.step import Action
 from fedge.steps.mask_shares import MIN_COHORT
 from fedge.steps.train_dp import Privacy
 
-Rule = Literal["clipped", "mean", "median", "trimmed-mean", "multi-krum", "centred-clipping"]
+Rule = Literal["norm-clipped", "mean", "clipped", "median", "trimmed-mean", "multi-krum", "centred-clipping"]
 """How updates are averaged (`coordinator.aggregation.rules`)."""
+SUMMABLE: Final[frozenset[Rule]] = frozenset({"norm-clipped", "mean", "clipped"})
+"""Rules that need each update once, and its norm before: sums suffice, so a relay can add for its devices."""
 Guard = Literal[
-    "clipped", "median", "trimmed-mean", "multi-krum", "centred-clipping", "norm-limit", "dp", "masking", "top-k"
-]
+    "norm-clipped", "clipped", "median", "trimmed-mean", "multi-krum", "centred-clipping",
+    "norm-limit", "dp", "masking", "top-k",
+]  # fmt: skip
 """What guards: a rule other than the plain mean; the limit of an update's norm, which is always there
 (`coordinator.fleet.update_norms`); DP-SGD on the devices; masked sums. top-k is no guard but the codec top1+zstd, which
 does not go with all of them."""
@@ -31,7 +34,9 @@ LARGEST_DELTA: Final = 1 / 20
 """Of devices with 20 samples, which is few (`coordinator.samples.FEW`). Each knows itself how many it has."""
 
 AverageRule = Annotated[
-    Rule, "How updates are averaged; clipped: none weighs or moves more than twice the cluster's median."
+    Rule,
+    "How updates are averaged; norm-clipped: none is longer than twice its cluster's median; clipped: nor does any "
+    "weigh more than twice the median.",
 ]
 HostileShare = Annotated[
     float, Meta(ge=0, lt=0.5), "Share of a cohort that trimmed-mean and multi-krum take to be hostile."
@@ -62,7 +67,7 @@ class Protection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         ConfigError: both are given, or a setting has no effect.
     """
 
-    average: AverageRule = "mean"
+    average: AverageRule = "norm-clipped"
     hostile: HostileShare = 0.2
     dp_epsilon: DpEpsilon = None
     dp_noise: DpNoise = None
@@ -122,7 +127,9 @@ class Protection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 _ONE_RULE: Final = "one rule makes an average: choose one with --average"
 _SINGLE: Final = "it needs each device's update, and masking shows the server sums alone: take --average mean"
 _SPARSE: Final = "of most numbers only a few devices send other than 0"
-_RULES: Final[tuple[Guard, ...]] = ("clipped", "median", "trimmed-mean", "multi-krum", "centred-clipping")
+_RULES: Final[tuple[Guard, ...]] = (
+    "norm-clipped", "clipped", "median", "trimmed-mean", "multi-krum", "centred-clipping",
+)  # fmt: skip
 
 COMBINATIONS: Final[Mapping[frozenset[Guard], str]] = {
     **{frozenset(pair): _ONE_RULE for pair in combinations(_RULES, 2)},

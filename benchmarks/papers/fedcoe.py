@@ -56,6 +56,7 @@ from coordinator.fleet import Answer
 from coordinator.fleet.simulated import SimulatedFleet
 from coordinator.methods import MethodSettings, Server, make
 from coordinator.methods.fedcoe import FedCoE, FedCoEState, Preset
+from coordinator.protection import Protection
 from coordinator.server_data import ServerData
 from coordinator.simulation.rounds import run as run_rounds
 from edge_agent.worker import Worker
@@ -332,8 +333,9 @@ class Trial:
         fleet = Fleet(self.task, self.layout, workers, self.seed)
         sgd, codec = self.sgd, Codec.FLOAT32
         settings = MethodSettings(
-            rounds=self.rounds, sgd=sgd, codec=codec, seed=self.seed, train_on=self.train_on, options=options
-        )
+            rounds=self.rounds, sgd=sgd, codec=codec, protection=Protection(average="mean"), seed=self.seed,
+            train_on=self.train_on, options=options,
+        )  # fmt: skip
         method = make(name, settings, Server(self.task, self.split.server_data))
         state = method.init(self.layout, fleet.put(unflatten(start, self.layout)))
         return method, await run_rounds(method, state, fleet, rounds=self.rounds), fleet

@@ -52,6 +52,7 @@ from coordinator.fleet.simulated import SimulatedFleet
 from coordinator.methods import MethodSettings, State, make
 from coordinator.methods.fedepc import FedEpc, FedEpcState
 from coordinator.methods.grouping import Description
+from coordinator.protection import Protection
 from coordinator.selection import ccmab
 from coordinator.simulation.rounds import run as run_rounds
 from edge_agent.sparsity import sparsity_profile
@@ -301,7 +302,10 @@ async def learn(
 
 def settings_of(seed: int, rounds: int, rate: float, **options: Any) -> MethodSettings:
     sgd = Sgd(epochs=EPOCHS, batch_size=BATCH, learning_rate=rate, momentum=0.0)
-    return MethodSettings(rounds=rounds, participation=0.2, seed=seed, sgd=sgd, codec=Codec.FLOAT32, options=options)
+    return MethodSettings(
+        rounds=rounds, participation=0.2, seed=seed, sgd=sgd, codec=Codec.FLOAT32, options=options,
+        protection=Protection(average="mean"),  # as the paper has it
+    )  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------ 8.2: accuracy

@@ -1,7 +1,7 @@
 """Averages of updates by the configured rule, for each cluster of a step.
 
-`mean` and `clipped` read each update once and hold only the sums. The other rules hold all updates of a step, 4 n d
-bytes for n updates of d numbers, count every device once, and take the median of the buffers.
+The rules of `SUMMABLE` read each update once and hold only the sums. The others hold all updates of a step, 4 n d bytes
+for n updates of d numbers, count every device once, and take the median of the buffers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 
 from coordinator.aggregation import rules
 from coordinator.aggregation.mean import Average, Share, Shares, cluster_averages
-from coordinator.protection import Protection
+from coordinator.protection import SUMMABLE, Protection
 from fedge.codec import Norms
 from fedge.tensors import Layout, Model
 
@@ -38,7 +38,7 @@ def guarded_averages(
     Raises:
         ValueError: as `cluster_averages`.
     """
-    if protection.average in {"mean", "clipped"}:
+    if protection.average in SUMMABLE:
         return cluster_averages(changes, sizes, members, layout, shares(norms, sizes, members, protection))
     rows = list(changes)
     return tuple(_robust([rows[i] for i in own], layout, protection) for own in members)
@@ -46,10 +46,10 @@ def guarded_averages(
 
 def believed(sizes: Sequence[float], protection: Protection) -> Sequence[float]:
     """The weights of a cluster's members: their samples, those limited to twice the median, or one, by the rule."""
-    if protection.average == "mean":
-        return sizes
-    if protection.average != "clipped":
+    if protection.average not in SUMMABLE:
         return [1.0] * len(sizes)
+    if protection.average != "clipped":
+        return sizes
     most = rules.FACTOR * rules.usual([size for size in sizes if size > 0])
     return [min(size, most) for size in sizes]
 
@@ -57,17 +57,21 @@ def believed(sizes: Sequence[float], protection: Protection) -> Sequence[float]:
 def shares(
     norms: Sequence[Norms], sizes: Sequence[float], members: Sequence[Sequence[int]], protection: Protection
 ) -> Shares:
-    """How updates count that `clipped` makes lighter or shorter, in each cluster by its own members.
+    """How updates count that a rule makes lighter or shorter, in each cluster by its own members.
 
-    A mean of equal updates is that update: twice the median of weight times norm is then no less than what twice the
-    median weight moves. Updates with n_i = 0 are not averaged and say nothing of what is usual.
+    `norm-clipped` bounds norms by twice their median. `clipped` bounds weights so, and weight times norm; a mean of
+    equal updates is that update: twice the median of weight times norm is then no less than what twice the median
+    weight moves. Updates with n_i = 0 are not averaged and say nothing of what is usual.
     """
+    if protection.average == "mean":
+        return {}
     found: dict[tuple[int, int], Share] = {}
-    for k, members_of_k in enumerate(members if protection.average == "clipped" else ()):
+    for k, members_of_k in enumerate(members):
         own = [i for i in members_of_k if sizes[i] > 0]
         weights = believed([sizes[i] for i in own], protection)
+        moved = weights if protection.average == "clipped" else [1.0] * len(own)
         of_parts = [
-            rules.factors([weight * norms[i][part] for i, weight in zip(own, weights, strict=True)], zeros=True)
+            rules.factors([weight * norms[i][part] for i, weight in zip(own, moved, strict=True)], zeros=True)
             for part in range(2)
         ]
         for i, share in zip(own, map(Share, weights, *of_parts), strict=True):

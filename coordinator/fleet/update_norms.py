@@ -30,7 +30,7 @@ FACTOR_OF_START: Final = 10.0
 """Times the norm of the model that the update changes: honest training does not move weights that far."""
 SUSPECT: Final = 5.0
 """Times the median of a step: an update that is longer, and longer than the model that it changes, is evidence against
-its device (`coordinator.fleet.quarantine`). It still counts; the rule `clipped` shortens it. After convergence honest
+its device (`coordinator.fleet.quarantine`). It still counts; an average shortens it. After convergence honest
 norms differ by a factor of 14, but are a small part of the model's."""
 HUGE: Final = 1e15
 """Absolute limit of a norm: beyond it a float32 network computes nothing useful."""

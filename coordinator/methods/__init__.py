@@ -29,7 +29,7 @@ from coordinator.fleet.masked import MaskedFleet, Weights
 from coordinator.fleet.problems import Problem, reasons_of, told
 from coordinator.fleet.versions import Descent, leading_to
 from coordinator.promises import Shared, Watched, require_heeded, require_method, require_next
-from coordinator.protection import Guard, Protection, without_noise
+from coordinator.protection import SUMMABLE, Guard, Protection, without_noise
 from coordinator.protection import check as check_protection
 from coordinator.selection import Selection, cohort_size, uniform
 from fedge.errors import ConfigError, FruitlessError, failing_as
@@ -237,8 +237,8 @@ class Method(Generic[S]):
         protection = self.settings.protection
         if protection.masking:
             return "the server itself sums the masked updates"
-        if protection.average not in {"mean", "clipped"}:
-            return f"--average {protection.average} needs each device's update; clipped and mean do not"
+        if protection.average not in SUMMABLE:
+            return f"--average {protection.average} needs each device's update; norm-clipped, clipped and mean do not"
         chosen = msgspec.structs.asdict(self.options)
         given = {"", *(f"{name}={value}" for name, value in chosen.items()), *(name for name in chosen if chosen[name])}
         return next((why for which, why in self.NO_RELAYS.items() if which in given), "")

@@ -17,6 +17,7 @@ from coordinator.clustering import mctc
 from coordinator.fleet import Fleet
 from coordinator.fleet.sites import Note, SiteMean, SiteSums
 from coordinator.methods import Method
+from coordinator.protection import SUMMABLE
 from fedge.messages import BlobRef
 from fedge.tensors import Layout, Model
 
@@ -80,7 +81,7 @@ async def averages(
 
     sizes = [1 if alike else u.n_samples for u in updates.values()]
     protection = method.settings.protection
-    summable = protection.average in {"mean", "clipped"}
+    summable = protection.average in SUMMABLE
     far = fleet.sites.held({i: u.update for i, u in updates.items()}) if fleet.sites and summable else ()
     if not fleet.sites or not far:
         return guarded_averages(changes(ids), norms, sizes, positions, layout, protection)

@@ -125,7 +125,8 @@ class FedCoE(Method[FedCoEState]):
         "dp": without_noise((Route, "shares")),
         **dict.fromkeys(
             ("median", "trimmed-mean", "multi-krum", "centred-clipping"),
-            "the server weighs devices by how their models do on its own samples: take --average clipped or mean",
+            "the server weighs devices by how their models do on its own samples: take --average norm-clipped, clipped "
+            "or mean",
         ),
     }
     SERVER_DATA = frozenset({""})

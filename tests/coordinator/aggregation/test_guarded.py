@@ -49,7 +49,17 @@ def test_one_hostile_device_of_six_does_no_harm(rule: Rule) -> None:
         assert found.counters.tolist() == [5]
 
 
-@pytest.mark.parametrize("rule", ["mean", "clipped"])
+def test_a_norm_is_clipped_and_a_claim_is_believed() -> None:
+    """The default: a broken device moves an average by twice the median at most; one with most samples counts whole."""
+    (found,) = averaged("norm-clipped", [model((1.0, 0.0), 1.0)] * 4 + [model((-100.0, 0.0), 1.0)])
+    assert found is not None
+    assert found.params[0] == pytest.approx((4 - 2) / 5)
+    (found,) = averaged("norm-clipped", [model((1.0, 0.0))] * 4 + [model((-1.0, 0.0))], [10, 10, 10, 10, 400])
+    assert found is not None
+    assert found.params[0] == pytest.approx((40 - 400) / 440)
+
+
+@pytest.mark.parametrize("rule", ["mean", "norm-clipped", "clipped"])
 def test_where_nobody_stands_out_clipping_is_the_mean_bit_for_bit(rule: Rule) -> None:
     sizes, members = [3, 4, 5, 4, 3], [[0, 1, 2, 3, 4], [1, 2, 3], []]
     plain = cluster_averages(HONEST, sizes, members, LAYOUT)
