@@ -42,9 +42,10 @@ import os, signal, time
 from pathlib import Path
 from typing import ClassVar
 from fedge.errors import StoreError
-from fedge.step import Action, Result
+from fedge.step import Action, Result, Reveals
 
 class Drawn(Result, frozen=True, kw_only=True):
+    REVEALS: ClassVar = {"n": Reveals.NOTHING, "pid": Reveals.NOTHING}
     n: float
     pid: int
 

@@ -25,6 +25,8 @@ SCENARIO = Scenario(devices=3, samples=300, rounds=3, local_steps=5)
 class UniformMean(ScmoePfl):
     """Every model of a device's mixture counts the same."""
 
+    steps = (FitAblatedMixture,)
+
     def mixture(self, state: ScmoeState, device_id: str) -> FitMixture:
         return ablated(FitAblatedMixture, super().mixture(state, device_id), learns="uniform", offset="untrained")
 
