@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import hashlib
 import json
 import logging
 import math
@@ -105,7 +106,8 @@ class Process:
         self._secret = store.at_broker()
         if role is Role.COORDINATOR:
             gone = Will(self._topics.claims, b"", delay_s=0)
-            self._transport = Transport(broker, self._topics.client_id("coordinator", self._secret), will=gone)
+            ours = hashlib.sha256(f"client {self._secret}".encode()).hexdigest()[:32]  # ids are logged; groups are not
+            self._transport = Transport(broker, self._topics.client_id("coordinator", ours), will=gone)
         else:  # without a session: the broker would keep a killed helper's messages for an hour
             name = self._topics.client_id("intake", uuid.uuid4().hex)
             self._transport = Transport(broker, name, session_expiry_s=0)

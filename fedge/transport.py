@@ -1161,7 +1161,7 @@ class Transport:
         """
         serving = subscription.serve()
         try:
-            subscription.task = self._tasks.create_task(serving, name=f"handler {subscription.topic_filter}")
+            subscription.task = self._tasks.create_task(serving, name=f"handler {unshared(subscription.topic_filter)}")
         except RuntimeError as error:
             serving.close()
             raise asyncio.CancelledError from error
@@ -1181,7 +1181,8 @@ class Transport:
                 self._held_bytes += len(message.payload)
             else:
                 self.messages_dropped += 1
-                self._lines.warning(log, "event=dropped topic=%s filter=%s", message.topic, subscription.topic_filter)
+                name = unshared(subscription.topic_filter)  # its group is a secret
+                self._lines.warning(log, "event=dropped topic=%s filter=%s", message.topic, name)
                 delivery.handled()
         if self._held_bytes > PAUSE_BYTES:
             connection.pause()

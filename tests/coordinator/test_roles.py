@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import sqlite3
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -13,11 +14,12 @@ import pytest
 
 from coordinator.fleet import order_for
 from coordinator.fleet.orders import OrderStatus
-from coordinator.roles import BlobServer, Intake, begun, own_folder
+from coordinator.roles import BlobServer, Intake, Process, begun, own_folder
 from coordinator.store import OFFERED, Store
 from fedge.broker import LocalBroker
 from fedge.codec import Codec
 from fedge.errors import ConfigError
+from fedge.identity import Role
 from fedge.messages import BlobRef, Order
 from fedge.sgd import Sgd
 from fedge.steps.train import Start, Train
@@ -146,6 +148,17 @@ async def test_a_server_of_models_has_what_open_orders_name_and_nothing_else(
             assert await device.fetch(offered) == MODEL
             assert not secret.done()
             secret.cancel()
+
+
+async def test_no_log_names_the_groups_secret_and_the_client_id_stays(
+    one_broker: LocalBroker, store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    first, second = (Process(settings(one_broker), store, "f", tmp_path, Role.COORDINATOR) for _ in range(2))
+    async with first._transport:
+        await until(lambda: "event=connected client=coordinator:f:" in caplog.text)
+    assert second._transport.client_id == first._transport.client_id
+    assert store.at_broker() not in caplog.text
 
 
 def test_each_process_has_a_folder_of_its_own_and_the_next_one_takes_it_over(tmp_path: Path) -> None:

@@ -397,17 +397,19 @@ async def test_large_messages_wait_in_the_broker_while_a_handler_is_slow(broker)
         assert max(held) <= PAUSE_BYTES + 2 * size
 
 
-async def test_flood_of_qos0_is_bounded(mosquitto):
+async def test_flood_of_qos0_is_bounded(mosquitto, caplog):
     go = asyncio.Event()
 
     async def slow(message: Inbound) -> None:
         await go.wait()
 
     async with transport(mosquitto, "one") as one:
-        await one.subscribe("t", slow)
+        await one.subscribe("$share/secret/t", slow)
         await say(mosquitto, *[{"topic": "t", "payload": b"x"}] * (2 * HELD_MESSAGES))
         await until(lambda: one.messages_dropped == HELD_MESSAGES)
         go.set()
+    assert "event=dropped topic=t filter=t" in caplog.text
+    assert "secret" not in caplog.text
 
 
 async def test_session_survives_a_broken_connection(mosquitto):
