@@ -166,10 +166,10 @@ def cluster_averages(
             for share, together in _by_share(i, size, clusters, shares):
                 params.add(model.params, share.weight, together, share.params)
                 buffers.add(model.buffers, share.weight, together, share.buffers)
+                for k in together if share.weight else ():
+                    np.maximum(counters[k], model.counters, out=counters[k])
         except ValueError as error:
             raise ValueError(f"model {i}: {error}") from error
-        for k in clusters if size else ():
-            np.maximum(counters[k], model.counters, out=counters[k])
         del model  # before the next one is asked for
     if waiting:
         raise ValueError(f"there are fewer models than the {len(sizes)} sizes")

@@ -97,16 +97,23 @@ class TwoSites(Fleet):
         return found
 
 
-@pytest.mark.parametrize("rule", ["mean", "clipped"])
+@pytest.mark.parametrize("rule", ["norm-clipped", "mean", "clipped"])
 async def test_what_lies_on_sites_counts_as_it_would_here(tmp_path: Path, rule: Rule) -> None:
     """Clusters overlap, so that a device weighs more in one than in another; some updates are stale, too."""
-    layout = Layout(tensors=(TensorInfo(name="w", shape=(3,)), TensorInfo(name="running", shape=(2,), kind="buffer")))
+    layout = Layout(
+        tensors=(
+            TensorInfo(name="w", shape=(3,)),
+            TensorInfo(name="running", shape=(2,), kind="buffer"),
+            TensorInfo(name="batches", shape=(), kind="counter"),
+        )
+    )
     fleet, *_ = digits(tmp_path, n=3, limit=200)
     rng = np.random.default_rng(3)
     updates = {}
     for n, i in enumerate("abcdefgh"):
         tensors = {name: (1 + 20 * (n % 4 == 3)) * rng.normal(size=k) for name, k in (("w", 3), ("running", 2))}
-        ref = fleet.put({name: tensor.astype(np.float32) for name, tensor in tensors.items()})
+        floats = {name: tensor.astype(np.float32) for name, tensor in tensors.items()}
+        ref = fleet.put({**floats, "batches": np.int64([5, 9, 2, 7, 8, 1, 3, 4][n])})
         updates[i] = Trained(update=ref, n_samples=[10, 400, 20, 10, 5000, 30, 900, 40][n])
     members = [[*"abcdefgh"], [*"abd"], [*"begh"], [*"ef"], [*"gh"], []]
     method = make("fedavg", MethodSettings(protection=Protection(average=rule)))
@@ -119,5 +126,6 @@ async def test_what_lies_on_sites_counts_as_it_would_here(tmp_path: Path, rule: 
         assert theirs is not None
         np.testing.assert_allclose(theirs.params, ours.params, rtol=1e-6)
         np.testing.assert_allclose(theirs.buffers, ours.buffers, rtol=1e-6)
+        np.testing.assert_array_equal(theirs.counters, ours.counters)
         assert theirs.n_samples == pytest.approx(ours.n_samples)
     assert here[-1] is there[-1] is None
