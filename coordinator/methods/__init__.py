@@ -72,11 +72,12 @@ class MethodSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     options: dict[str, Option] = {}  # the method's own, by the names of its `Options`
 
     def shared(self) -> dict[Shared, tuple[object, object]]:
-        """The settings that a method may not heed, each with its default."""
+        """The settings that a method may not heed, each with its default; of masked updates only the mean is known."""
+        average = "mean" if self.protection.masking else DEFAULT.protection.average
         return {
             "participation": (self.participation, DEFAULT.participation),
             "min_reports": (self.min_reports, DEFAULT.min_reports),
-            "average": (self.protection.average, DEFAULT.protection.average),
+            "average": (self.protection.average, average),
         }
 
 

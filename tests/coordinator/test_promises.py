@@ -188,6 +188,16 @@ def test_a_setting_that_a_method_does_not_heed_is_refused_before_it_runs(setting
     assert make("fedavg", settings).settings == settings
 
 
+def test_masked_updates_have_one_average_which_is_no_setting_to_heed() -> None:
+    class Summing(Plain):
+        SUMS = "samples"
+
+    settings = MethodSettings(protection=Protection(average="mean", masking=True))
+    assert Summing(settings).settings == settings
+    with pytest.raises(ConfigError, match="does not heed --average"):
+        Summing(MethodSettings(protection=Protection(average="mean")))
+
+
 async def test_a_cohort_is_drawn_by_lot_from_the_devices_that_are_there(tmp_path: Path) -> None:
     fleet, layout, first, _ = digits(tmp_path, n=6, limit=120)
 
