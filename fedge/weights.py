@@ -81,7 +81,7 @@ def with_network(
     task = msgspec.structs.replace(task, model=model or task.model, model_options=options)
     if ADAPT in options and WEIGHTS not in options:
         raise ConfigError("--adapt keeps most of the network as it is: say what it is, with --weights FILE.safetensors")
-    if model is None:
+    if model is None or ":" not in model:
         return task
     from fedge.models.lookups import leave_lookups  # torch: only the network itself shows what it does
 

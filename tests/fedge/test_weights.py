@@ -1,6 +1,8 @@
 """The file of weights that a task names."""
 
 import logging
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -51,6 +53,13 @@ def test_another_network_has_other_options(file: Path) -> None:
     task = with_network(with_network(TASK, None, file, "head"), "cnn")
     assert (task.model, task.model_options) == ("cnn", {})
     assert with_network(TASK) == TASK
+
+
+def test_one_of_our_networks_is_named_without_torch() -> None:
+    """By the processes beside a coordinator, too, which have its settings."""
+    code = "import sys; from fedge.tasks import task_spec; from fedge.weights import with_network\n"
+    code += "with_network(task_spec('digits'), 'cnn'); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_nothing_is_adapted_without_weights() -> None:
