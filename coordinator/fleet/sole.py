@@ -118,31 +118,37 @@ class Sole:
         transport.on_connect(self.tell)
 
     async def tell(self) -> None:
-        """Leave our claim at the broker."""
-        assert self._transport is not None
-        await self._speak(self._transport, to="")
+        """Leave our claim at the broker; none once it was withdrawn."""
+        if self._transport is not None:
+            await self._speak(self._transport, to="")
 
     async def withdraw(self) -> None:
         """Take it back."""
-        if self._transport is not None and self._transport.connected:
+        transport, self._transport = self._transport, None
+        if transport is not None and transport.connected:
             with contextlib.suppress(TransportError):
-                await self._transport.publish(self._topics.claims, b"", retain=True)
+                await transport.publish(self._topics.claims, b"", retain=True)
 
     async def _on_claim(self, inbound: Inbound) -> None:
+        if not inbound.payload:  # another one took its claim back, in whose place ours belongs
+            await self._speak_at_times(to="")
+            return
         claim = self._read(inbound)
         if claim is None or claim.incarnation == self._own.incarnation:
             return
-        now = time.monotonic()
-        if now - self._spoke.get(claim.incarnation, -AGAIN_S) >= AGAIN_S:
-            self._spoke = {i: at for i, at in self._spoke.items() if now - at < AGAIN_S} | {claim.incarnation: now}
-            assert self._transport is not None
-            await self._speak(self._transport, to=claim.incarnation)
+        await self._speak_at_times(to=claim.incarnation)
         if claim.to != self._own.incarnation:  # it may have been said long ago
             return
         if claim.works and (claim.since, claim.incarnation) < (self._own.since, self._own.incarnation):
             self._end(self._refusal(claim))
         else:
             self._notice(claim)
+
+    async def _speak_at_times(self, *, to: str) -> None:
+        now = time.monotonic()
+        if self._transport is not None and now - self._spoke.get(to, -AGAIN_S) >= AGAIN_S:
+            self._spoke = {i: at for i, at in self._spoke.items() if now - at < AGAIN_S} | {to: now}
+            await self._speak(self._transport, to=to)
 
     def _refusal(self, claim: Claim) -> ConfigError:
         return ConfigError(

@@ -18,7 +18,7 @@ from fedge.identity import Role
 from fedge.messages import Claim, encode
 from fedge.sealed import Plain, Signed
 from fedge.topics import Topics
-from fedge.transport import BrokerSettings, Transport, Will
+from fedge.transport import BrokerSettings, Inbound, Transport, Will
 from tests.support.broker import settings, transport
 from tests.support.identities import Authority
 from tests.support.waiting import until
@@ -90,6 +90,19 @@ async def test_of_two_that_began_together_the_later_ends_and_the_other_goes_on(
     assert not first.ended
     assert not second.noticed
     assert str(tmp_path / "first") in second.ended[0]
+
+    heard: list[bytes] = []
+
+    async def hear(inbound: Inbound) -> None:
+        heard.append(inbound.payload)
+
+    listener = transport(broker, "listener")
+    await listener.subscribe(TOPICS.claims, hear)
+    async with listener:
+        await second.sole.withdraw()
+        await until(lambda: b"" in heard and heard[-1])
+    with pytest.raises(ConfigError, match=str(tmp_path / "first")):
+        await Coordinator(settings(broker), tmp_path / "third").sole.require(settings(broker))
 
 
 async def test_what_was_said_to_others_or_before_ends_nobody(
