@@ -54,12 +54,21 @@ def parse_address(text: str) -> Address:
     found = _ADDRESS.fullmatch(text)
     scheme = (found["scheme"] or "") if found else ""
     port = int(found["port"] or PORTS[scheme]) if found else 0
-    if found is None or not 0 < port < 2**16 or (found["path"] and not scheme):
+    fits = found is not None and 0 < port < 2**16 and not (found["path"] and not scheme)
+    if found is None or not fits or not (found["v6"] or _is_name(found["host"])):
         raise ConfigError(
             f"{text!r} is not an address of a broker; write HOST:PORT, such as localhost:1883, or for MQTT over "
             "WebSockets ws://HOST:PORT/PATH or wss://HOST:PORT/PATH"
         )
     return Address(found["v6"] or found["host"], port, (found["path"] or PATH) if scheme else None, scheme == "wss")
+
+
+def _is_name(host: str) -> bool:
+    """Whether a host can be looked up: sockets raise more than OSError of one whose parts are empty or too long."""
+    with suppress(UnicodeError):
+        host.encode("idna")
+        return True
+    return False
 
 
 # ------------------------------------------------------------------------------------------------------------ proxies
@@ -92,7 +101,8 @@ def parse_proxy(url: str) -> Proxy:
     """
     try:
         found = urlsplit(url)
-        if found.scheme in {"http", "socks5"} and found.hostname and found.port and not found.path.strip("/"):
+        plain = found.scheme in {"http", "socks5"} and not found.path.strip("/")
+        if plain and found.hostname and _is_name(found.hostname) and found.port:
             user, password = (None if word is None else unquote(word) for word in (found.username, found.password))
             if all(word is None or 0 < len(word.encode()) < 256 for word in (user, password)):
                 return Proxy(found.scheme == "socks5", found.hostname, found.port, user, password)

@@ -40,6 +40,7 @@ def test_addresses(text: str, address: Address) -> None:
     [
         *("", ":1883", "pi:", "pi:0", "pi:65536", "pi:x", "::1", "mqtt://pi", "pi 1", "pi/mqtt", "pi:1883/mqtt"),
         *("http://pi", "ws://", "ws://me@pi", "ws://pi:0", "ws://pi/a b", "[fe80::1%]:1", "[::1%e/0]", "pi%eth0"),
+        *("a..b", "ws://a..b", f"{'x' * 64}.lan:1883"),  # names that nobody can look up
     ],
 )
 def test_wrong_addresses(text: str) -> None:
@@ -72,6 +73,7 @@ def test_addresses_of_proxies(url: str, proxy: Proxy) -> None:
     [
         *("", "proxy:3128", "http://proxy", "https://proxy:1", "socks4://proxy:1", "http://proxy:x", "http://p:1/a"),
         *("http://:secret@proxy:1", f"socks5://me:{'secret' * 50}@proxy:1"),
+        "http://me:secret@proxy..lan:1",
     ],
 )
 def test_wrong_addresses_of_proxies_are_told_without_the_password(url: str) -> None:
