@@ -26,7 +26,7 @@ from coordinator.simulation.compare import begin, scenario_of
 from coordinator.simulation.run import Watch, validate
 from coordinator.simulation.settings import Scenario, Setup, TuneSettings
 from fedge.config import given, metas_of
-from fedge.errors import ConfigError, FedgeError
+from fedge.errors import ConfigError, FedgeError, ProtocolError
 from fedge.files import make_folder, write_atomically
 from fedge.processor import Processor
 from fedge.tasks import Partitioning
@@ -270,7 +270,7 @@ def every_trial_failed(error: Exception) -> FedgeError:
     """The error of a search all of whose trials failed; `error`: of the first, as Ray gives it."""
     cause = getattr(error, "cause", error)
     last = str(error).strip().splitlines()[-1:]
-    if isinstance(cause, FedgeError):
+    if isinstance(cause, FedgeError) and not isinstance(cause, ProtocolError):  # which takes a name, too
         return type(cause)(f"every trial failed: {cause}")
     return FedgeError(f"every trial failed: {''.join(last)}")
 

@@ -24,7 +24,7 @@ from coordinator.simulation.tune import (
     ranges_of,
 )
 from fedge.config import resolve
-from fedge.errors import ConfigError, FruitlessError
+from fedge.errors import ConfigError, FruitlessError, ProtocolError
 
 
 def test_by_default_the_learning_rate_and_the_options_with_bounds_are_searched() -> None:
@@ -123,3 +123,5 @@ def test_a_search_whose_trials_all_failed_says_why_in_a_line() -> None:
     found = every_trial_failed(raised)
     assert isinstance(found, FruitlessError)
     assert str(found) == "every trial failed: nothing was learned"
+    raised.cause = ProtocolError("forged", "a report")  # type: ignore[attr-defined]
+    assert str(every_trial_failed(raised)) == "every trial failed: ValueError: of the user's"
