@@ -71,8 +71,9 @@ STALL_S: Final = 3.0
 """No new chunk for so long: what was asked for is lost. Doubles up to `STALL_CAP_S` where chunks need longer."""
 STALL_CAP_S: Final = 12.0
 STEP_BYTES: Final = SMALL_CHUNK
-"""So many new bytes, or all that was asked for, count as progress. Fewer do not: on a broker that admits everybody, a
-stranger who sends a byte now and then would keep a receiver from asking again for what was lost."""
+"""So many new bytes, a chunk where the broker takes smaller ones, or all that was asked for, count as progress. Fewer
+do not: on a broker that admits everybody, a stranger who sends a byte now and then would keep a receiver from asking
+again for what was lost."""
 ANSWER_CAP_S: Final = 30.0
 """Where many transfers share a broker or a sender, each waits for its turn: nothing counts as lost before twice the
 time that answers take just now, but after so long in any case."""
@@ -216,9 +217,9 @@ class Receiving:
         self._asked.remove(start, end)
         self._ask_bytes = min(ASK_BYTES, self._ask_bytes * 2)
 
-    def advanced(self) -> bool:
+    def advanced(self, step_bytes: int) -> bool:
         """Whether a step was stored since the last time that this was so."""
-        if found := self._since_step >= STEP_BYTES or not self._asked:
+        if found := self._since_step >= step_bytes or not self._asked:
             self._since_step = 0
         return found
 
@@ -592,6 +593,7 @@ class Receiver:
         if fetch.ref.size_bytes > LARGE_CHUNK:  # one chunk is requested in any case, and there may be thousands
             budget -= sum(f.receiving.under_way for f in self._fetches)
         ranges = fetch.receiving.ask(budget, _most_ranges(self._transport.max_packet_bytes))
+        fetch.step_bytes = min(STEP_BYTES, self._transport.chunk_bytes)
         if ranges:
             fetch.asked_at = time.monotonic()
             want = Want(device_id=device_id, digest=fetch.ref.digest, ranges=ranges, listening=fetch.listening)
@@ -638,6 +640,7 @@ class _Fetch:
         self.quiet_s = 0.0
         """For how long nothing new has come although the broker was there."""
         self.asked_at: float | None = None
+        self.step_bytes = STEP_BYTES
         self.wrong = False
         """Whether the whole blob came in one chunk and was not right: that is known at once, and changes nothing."""
         self._pace = pace
@@ -668,7 +671,7 @@ class _Fetch:
         else:
             for start, end in pieces:
                 self.receiving.stored(start, end)
-        if not self.receiving.advanced() and self._failure is None:
+        if not self.receiving.advanced(self.step_bytes) and self._failure is None:
             return
         self.quiet_s = 0.0
         if self.asked_at is not None:

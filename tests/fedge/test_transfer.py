@@ -139,11 +139,11 @@ def test_a_few_bytes_are_no_progress():
         start = receiving.missing[0][0]
         receiving.arrived(start, length)
         receiving.stored(start, start + length)
-        assert receiving.advanced() is advanced
+        assert receiving.advanced(STEP_BYTES) is advanced
     start = receiving.missing[0][0]
     receiving.arrived(start, ASK_BYTES - start)
     receiving.stored(start, ASK_BYTES)
-    assert receiving.advanced(), "all that was asked for"
+    assert receiving.advanced(STEP_BYTES), "all that was asked for"
 
 
 def test_resumes_with_what_is_missing():
@@ -616,6 +616,29 @@ async def test_a_broker_of_small_packets_is_asked_for_fewer_ranges(tmp_path, pac
         receiver = Receiver(link, down)
         async with serving(broker, up), link:
             assert (await fetch(receiver, ref)).read_bytes() == data
+
+
+@pytest.mark.parametrize(("packet", "step"), [(4096, 3072), (1 << 20, STEP_BYTES)])
+async def test_a_chunk_of_a_broker_of_small_packets_is_progress(tmp_path, packets_of, monkeypatch, packet, step):
+    """On a slow link a fetch would otherwise ask again, and be sent again, what is on its way to it."""
+    steps: set[int] = set()
+
+    class Noting(Receiving):
+        def advanced(self, step_bytes: int) -> bool:
+            steps.add(step_bytes)
+            return super().advanced(step_bytes)
+
+    monkeypatch.setattr("fedge.transfer.Receiving", Noting)
+    packets_of(packet)
+    data = os.urandom(40_000)
+    up = BlobFolder(tmp_path / "up")
+    up.put(data)
+    async with local_broker("mosquitto", tmp_path) as broker:
+        link = transport(broker, "agent")
+        receiver = Receiver(link, BlobFolder(tmp_path / "down"))
+        async with serving(broker, up), link:
+            assert (await fetch(receiver, a_ref(data))).read_bytes() == data
+    assert steps == {step}
 
 
 async def test_chunks_become_as_small_as_a_broker_takes_that_announces_no_limit(mosquitto_program, tmp_path, caplog):
