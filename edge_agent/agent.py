@@ -385,7 +385,7 @@ class Agent:
         if self._silent is not None:
             self._silent.cancel()
         self._outgoing.clear()
-        self._silent = asyncio.get_running_loop().call_later(wait, self._speak_again)
+        self._silent = asyncio.get_running_loop().call_later(wait, self._in_time, self._speak_again)
 
     def _speak_again(self) -> None:
         """Speak as this device, with numbers above those of whoever did so meanwhile."""
@@ -458,13 +458,17 @@ class Agent:
             # At least a moment ahead: the loop's clock and ours differ slightly. At most LAST_RESEND_S: the loop's
             # clock stands still while the machine is suspended.
             delay_s = min(max(wakeup - uptime_s(), 0.01), session.LAST_RESEND_S)
-            self._timer = asyncio.get_running_loop().call_later(delay_s, self._tick)
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._in_time, self._tick)
 
-    def _tick(self) -> None:
+    def _in_time(self, work: Callable[[], None]) -> None:
+        """Do what a timer was set for: nobody else would hear of a disk that is full or broken."""
         try:
-            self._feed(session.Happened.TICK)
+            work()
         except StoreError as error:
             self._fail(error)
+
+    def _tick(self) -> None:
+        self._feed(session.Happened.TICK)
 
     def _perform(self, action: session.Action) -> None:
         match action:

@@ -799,6 +799,25 @@ async def test_a_disk_that_takes_no_more_ends_the_agent(one_broker: LocalBroker,
         assert (tmp_path / "home" / "outbox" / "orders" / "r.1.s.pi").exists(), "the order waits for a better day"
 
 
+async def test_a_disk_that_takes_no_more_ends_an_agent_that_speaks_again(
+    one_broker: LocalBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: object) -> None:
+        raise StoreError("the disk is full")
+
+    monkeypatch.setattr("edge_agent.agent.YIELD_BASE_S", 0.1)
+    async with Peer(one_broker, tmp_path) as peer:
+        agent = make_agent(one_broker, tmp_path / "home", EchoWorker(), Events())
+        task = asyncio.create_task(agent.run())
+        await peer.presence(Presence.ONLINE)
+        twin = msgspec.structs.replace(agent._status(Presence.ONLINE), incarnation="twin")
+        monkeypatch.setattr(agent, "_feed", full)
+        await peer.transport.publish(peer.topics.agent(ME, "status"), encode(twin), retain=True)
+        async with asyncio.timeout(WAIT_S):
+            with pytest.raises(StoreError):
+                await task
+
+
 async def test_models_of_somebody_else_are_used_as_they_are(
     one_broker: LocalBroker, tmp_path: Path, monkeypatch
 ) -> None:
