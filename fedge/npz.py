@@ -98,6 +98,8 @@ def _sized(file: IO[bytes], name: str, size: int) -> int:
     version = np.lib.format.read_magic(file)
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
     shape, _, dtype = read(file)
+    if dtype.hasobject:
+        raise ValueError(f"{name} holds Python objects: .astype(float) or .astype(str) makes numbers or text of them")
     claimed = math.prod(shape) * dtype.itemsize
     held = size - file.tell()
     if claimed != held:

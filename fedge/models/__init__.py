@@ -79,13 +79,19 @@ def require_usable(module: nn.Module, task: TaskSpec) -> None:
     """Refuse a network whose tensors cannot be sent, averaged and put back by name.
 
     Raises:
-        ConfigError: it is scripted or compiled, or a tensor has no shape yet, no elements, a wrong type, a name that
-            graphs use, or its memory in common with another, or is not in main memory.
+        ConfigError: it is scripted or compiled, its state holds something else than tensors, or a tensor has no shape
+            yet, no elements, a wrong type, a name that graphs use, or its memory in common with another, or is not in
+            main memory.
     """
     for name, layer in module.named_modules():
         if (maker := _maker_of(layer)) is not None:
             what = f"its layer {name}" if name else "it"
             raise ConfigError(f"{task.model}: {what} was made by {maker}: give the torch.nn.Module that it was made of")
+    for name, value in module.state_dict().items():
+        if not isinstance(value, torch.Tensor):
+            what = f"its state has {name}, a {type(value).__name__}, and only tensors are sent"
+            do = "keep it in a buffer (register_buffer), not in get_extra_state, and train before you quantise"
+            raise ConfigError(f"{task.model}: {what}: {do}")
     places: dict[int, str] = {}
     for name, tensor in state(module):
         if (fault := _fault(name, tensor)) is not None:

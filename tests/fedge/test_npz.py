@@ -43,6 +43,13 @@ def test_a_header_that_claims_more_than_there_is(tmp_path, shape):
         npz.load(path, ("x",))
 
 
+def test_an_array_of_objects_says_so(tmp_path):
+    np.savez(tmp_path / "a.npz", x=np.arange(6.0).astype(object))
+
+    with pytest.raises(ConfigError, match=r"x holds Python objects: \.astype\(float\)"):
+        npz.load(tmp_path / "a.npz", ("x",))
+
+
 def test_zeros_that_were_packed_into_little(tmp_path, little_memory):
     path = archive(tmp_path / "a.npz", x=header((1 << 20,)) + bytes(1 << 22))
     assert path.stat().st_size < 10_000

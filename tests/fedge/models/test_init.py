@@ -144,6 +144,14 @@ def named(name: str) -> nn.Module:
     return net
 
 
+def with_more_state() -> nn.Module:
+    class Counted(Early):
+        def get_extra_state(self) -> dict[str, int]:
+            return {"seen": 3}
+
+    return Counted()
+
+
 def exits() -> nn.Module:
     raise SystemExit("no licence")
 
@@ -163,6 +171,7 @@ def exits() -> nn.Module:
         (lambda: nn.Linear(6, 3, device="meta"), "tensor weight is on meta: make the network on the cpu"),
         (lambda: named("x"), "tensor x is called as the input or the output of graphs (x, logits): give it another"),
         (lambda: named("logits"), "tensor logits is called as the input or the output of graphs"),
+        (with_more_state, "its state has _extra_state, a dict, and only tensors are sent: keep it in a buffer"),
         (not_finite, "begins with NaN or infinity in head.bias: initialise these weights"),
         (exits, "fails with SystemExit: no licence (test_init.py, line"),
     ],
