@@ -320,7 +320,7 @@ class _HealthAlone(asyncio.Protocol):
 
 
 class _Told(logging.LoggerAdapter[logging.Logger]):
-    """Makes a line of aiohttp's traceback for bytes that are not HTTP, and few lines of many."""
+    """Makes a line of aiohttp's traceback for bytes that are not HTTP and clients that leave, and few lines of many."""
 
     def __init__(self) -> None:
         super().__init__(log)
@@ -331,5 +331,7 @@ class _Told(logging.LoggerAdapter[logging.Logger]):
         if isinstance(exc_info, HttpProcessingError | web.RequestPayloadError):
             address, reason = args[0] if args else "", " ".join(str(exc_info).split())[:200]
             self._lines.warning(log, "event=malformed_request address=%s reason=%r", address, reason)
+        elif isinstance(exc_info, ConnectionError):  # while its request was read, or the answer written
+            self._lines.log(log, logging.INFO, "event=client_gone address=%s reason=%r", args[0], str(exc_info))
         else:
             super().exception(msg, *args, exc_info=exc_info, **kwargs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import sys
 import time
 from asyncio.subprocess import PIPE
@@ -23,7 +24,9 @@ from coordinator.ui import Page, token_of
 from coordinator.watch import Watch
 from fedge.errors import TransportError
 from fedge.logs import LINES_PER_MINUTE
+from fedge.port import _Phase
 from tests.support.shop import EVIL, NOW, make_shop
+from tests.support.waiting import until
 
 TOKEN = "0123456789abcdef"
 
@@ -218,6 +221,20 @@ async def test_bytes_that_are_not_http_are_a_line(running: Page, caplog: pytest.
         assert b" 400 Bad Request\r\n" in await reader.read()
         writer.close()
     assert [record.message.partition(" ")[0] for record in caplog.records] == ["event=malformed_request"] * 4
+    assert not any(record.exc_info for record in caplog.records)
+
+
+async def test_clients_that_leave_in_the_middle_of_a_request_are_a_line(
+    running: Page, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    for _ in range(3):
+        _, writer = await asyncio.open_connection("127.0.0.1", running._port.number)
+        writer.write(b"POST /api/login HTTP/1.1\r\nHost: a\r\nContent-Length: 3000\r\n\r\n{")
+        await until(lambda: any(one.phase is _Phase.BODY for one in running._port.connections))
+        writer.transport.abort()
+        await until(lambda: not running._port.connections)
+    await until(lambda: caplog.text.count("event=client_gone") == 3)
     assert not any(record.exc_info for record in caplog.records)
 
 
