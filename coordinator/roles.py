@@ -62,6 +62,8 @@ CHECK_LOST: Final = (
 SAYS_NOTHING: Final = frozenset({"replayed-report", "unknown-order"})
 """Refusals of repeated messages, which are not the device's fault."""
 
+MAX_HEARD: Final = 16_384
+"""Latest reports of which we remember that a copy came: what we ourselves did not take is no loss of the broker's."""
 LOST: Final = 3
 """A report that comes for the first time after the broker took it so often before: some of its copies were lost."""
 QUIET_S: Final = 60.0
@@ -225,6 +227,7 @@ class Intake(Process):
         self._uploads = Uploads(self._transport, received, store.blobs, self._topics, layout, seal)
         self._taking: dict[Key, asyncio.Task[None] | None] = {}  # reports under way; None: their order is being closed
         self._n_taking: Counter[str] = Counter()  # of each device
+        self._copies: dict[Key, None] = {}  # reports of which a copy came, the latest last
         self._brought: dict[Key, frozenset[BlobRef]] = {}  # their uploads
 
     async def serve(self) -> None:
@@ -247,11 +250,21 @@ class Intake(Process):
         if report.device_id != device:
             raise ProtocolError("foreign-id", f"{device} speaks for {report.device_id}")
         key = device, report.order_id
+        if self._hear(key):
+            report = msgspec.structs.replace(report, again=0)
         if key in self._taking or len(self._taking) >= MAX_UNDER_WAY or self._n_taking[device] >= MAX_REPORTS:
             return
         self._n_taking[device] += 1
         self._taking[key] = task = self._background.spawn(self._receive(report, inbound.topic))
         task.add_done_callback(lambda _: self._taken(key))
+
+    def _hear(self, key: Key) -> bool:
+        """Remember that a copy of a report came; whether one had come before."""
+        before = key in self._copies
+        self._copies[key] = None
+        if len(self._copies) > MAX_HEARD:
+            del self._copies[next(iter(self._copies))]
+        return before
 
     def _taken(self, key: Key) -> None:
         del self._taking[key]

@@ -14,6 +14,7 @@ import inspect
 import io
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
@@ -37,6 +38,8 @@ OPSET: Final = 20
 IR_VERSION: Final = 9
 _FORMAT: Final = 2
 """Raised when a change here makes graphs that were cached on disk useless."""
+_SILENT: Final = threading.Lock()
+"""Held while nothing reaches the terminal."""
 _TERMINAL: Final = (1, 2)
 """Where a process prints: standard output and standard error."""
 
@@ -145,21 +148,23 @@ def _cause(error: BaseException) -> BaseException:
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """Nothing reaches the terminal: an exporter that fails prints pages of its graph, past Python's own streams."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    kept = [os.dup(number) for number in _TERMINAL]
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    try:
-        for number in _TERMINAL:
-            os.dup2(nowhere, number)
-        with Path(os.devnull).open("w") as void, redirect_stdout(void), redirect_stderr(void):
-            yield
-    finally:
-        for number, before in zip(_TERMINAL, kept, strict=True):
-            os.dup2(before, number)
-            os.close(before)
-        os.close(nowhere)
+    """Nothing reaches the terminal: an exporter that fails prints pages of its graph, past Python's own streams.
+
+    The streams are the process's, so one thread at a time exports.
+    """
+    with _SILENT, Path(os.devnull).open("w") as void:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        kept = [os.dup(number) for number in _TERMINAL]
+        try:
+            for number in _TERMINAL:
+                os.dup2(void.fileno(), number)
+            with redirect_stdout(void), redirect_stderr(void):
+                yield
+        finally:
+            for number, before in zip(_TERMINAL, kept, strict=True):
+                os.dup2(before, number)
+                os.close(before)
 
 
 def _dynamo(module: torch.nn.Module, sample: torch.Tensor) -> onnx.ModelProto:

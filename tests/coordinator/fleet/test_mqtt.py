@@ -320,6 +320,24 @@ async def test_a_report_that_comes_at_the_fourth_attempt_tells_that_the_broker_l
     assert fleet.problems["a"].reason.startswith("the broker lost 3 copies of its report")
 
 
+async def test_copies_that_the_coordinator_itself_dropped_are_no_loss_of_the_brokers(
+    one_broker: LocalBroker, store: Store, stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coordinator.roles.QUIET_S", 0.0)
+    fleet, (a,) = await federation(stack, one_broker, store, "a")
+    running = asyncio.create_task(fleet.run("train", {"a": train(fleet)}))
+    order = await a.order("train")
+    report = report_of(order, a.trained(0.5), 0.5)
+    with monkeypatch.context() as full:
+        full.setattr("coordinator.roles.MAX_REPORTS", 0)
+        await a.say("reports", report)
+        await until(lambda: ("a", order.id) in fleet._copies)
+    await a.say("reports", msgspec.structs.replace(report, again=3))
+    assert (await a.ack(order.id)).accepted
+    await running
+    assert fleet.problems == {}
+
+
 async def test_late_and_repeated_reports_get_the_same_verdict_and_change_nothing(
     one_broker: LocalBroker, store: Store, stack: AsyncExitStack, clock: SimpleNamespace
 ) -> None:
@@ -458,9 +476,9 @@ async def test_a_reconnect_of_ours_makes_no_device_a_new_one(
     repeated: list[str] = []
     heard = fleet.registry.on_status
 
-    def counted(device: str, status: Status) -> bool:
+    def counted(device: str, status: Status, now: float) -> bool:
         repeated.append(device)
-        return heard(device, status)
+        return heard(device, status, now)
 
     fleet.registry.on_status = counted  # type: ignore[method-assign]
     network.cut()
