@@ -94,7 +94,7 @@ def _spoken(found: Rows, said: Mapping[str, set[bytes]]) -> list[str]:
     reports: dict[str, set[Report]] = defaultdict(set)
     for data in said["reports"]:
         report = decode(data, Report)
-        reports[report.order_id].add(report)
+        reports[report.order_id].add(msgspec.structs.replace(report, again=0))  # each copy counts the earlier ones
     for order_id, versions in reports.items():
         status, body = found.get(order_id, ("unknown", None))
         if len(versions) > 1:
