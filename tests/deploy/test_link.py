@@ -39,7 +39,7 @@ from fedge.errors import StoreError, UpdateRejected
 from fedge.messages import Announcement, FileRef, Health, Phase, Quality, Rollout, RolloutState, decode, encode
 from fedge.rollout import MAX_METADATA_BYTES
 from fedge.tensors import digest_of
-from fedge.transport import BrokerSettings, Inbound
+from fedge.transport import SMALL_CHUNK, BrokerSettings, Inbound
 
 from .bundles import GOLDEN, other_gate, poor_gate, source, variant
 from .repository import Simulator
@@ -161,6 +161,7 @@ class Unheard:
 
     settings = BrokerSettings("nobody")
     max_packet_bytes = None
+    chunk_bytes = SMALL_CHUNK
     connected = True
 
     def __init__(self):
