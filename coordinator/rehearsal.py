@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,6 +21,7 @@ from coordinator.proof import Recorded, is_ours
 from coordinator.simulation import rounds
 from fedge.errors import ConfigError, FedgeError
 from fedge.loading import FAILURES, reason_of
+from fedge.logs import at_level
 from fedge.messages import Codec
 from fedge.sgd import Sgd
 from fedge.steps.train import Train
@@ -47,7 +47,7 @@ def rehearse(method: str, options: Mapping[str, Option], task: TaskSpec, layout:
     kind = method_class(method)
     if is_ours(kind):
         return []
-    with tempfile.TemporaryDirectory(prefix="fedge-check-") as folder, _quiet():
+    with tempfile.TemporaryDirectory(prefix="fedge-check-") as folder, at_level("fedge", logging.CRITICAL):
         stage = _Stage(kind, options, task, layout, few, Path(folder))
         try:
             found = [*asyncio.run(stage.claims()), *asyncio.run(stage.whole())]
@@ -132,15 +132,3 @@ class _Stage:
         fleet.round = 1
         after = await method.advance(state, fleet)
         return method.for_anybody(after) != method.for_anybody(state)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without log lines of devices that nobody has."""
-    log = logging.getLogger("fedge")
-    before = log.level
-    log.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        log.setLevel(before)

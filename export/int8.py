@@ -32,6 +32,7 @@ from export.parity import run
 from fedge.bundle import INPUT, INT8, MANIFEST, Bundle, Part, encode
 from fedge.errors import ConfigError, UpdateRejected
 from fedge.files import write_atomically
+from fedge.logs import at_level
 from fedge.messages import NonNegative, Share
 from fedge.tensors import digest_of
 from fedge.validation import Validation
@@ -132,11 +133,9 @@ def _quantised(model: onnx.ModelProto, x: NDArray[np.float32], scratch: Path) ->
     options.log_severity_level = 3
     onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     folded = onnx.load(scratch / "folded.onnx")
-    root = logging.getLogger()
-    level = root.level
-    root.setLevel(logging.ERROR)  # the quantiser advises pre-processing on the root logger
     try:
-        with np.errstate(all="ignore"):  # channels of zeros have no range
+        # the quantiser advises pre-processing on the root logger; channels of zeros have no range
+        with at_level("", logging.ERROR), np.errstate(all="ignore"):
             quantize_static(
                 folded,
                 scratch / INT8,
@@ -150,8 +149,6 @@ def _quantised(model: onnx.ModelProto, x: NDArray[np.float32], scratch: Path) ->
             )
     except (ValueError, RuntimeError) as error:
         raise UpdateRejected(f"ONNX Runtime cannot quantise this network ({error}): no bundle written") from error
-    finally:
-        root.setLevel(level)
     made = onnx.load(scratch / INT8)
     del made.metadata_props[:]
     made.producer_name = "fedge"

@@ -35,6 +35,18 @@ def bind(**fields: object) -> None:
 
 
 @contextmanager
+def at_level(name: str, level: int) -> Iterator[None]:
+    """Raise or lower the level of a logger within; `name` empty: the root logger."""
+    log = logging.getLogger(name)
+    before = log.level
+    log.setLevel(level)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
+
+
+@contextmanager
 def bound(**fields: object) -> Iterator[None]:
     """`bind` within."""
     before = {name: _bound.get(name) for name in fields}

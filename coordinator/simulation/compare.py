@@ -9,7 +9,6 @@ import re
 import tempfile
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -28,6 +27,7 @@ from fedge.child import Child, DiedError
 from fedge.errors import ConfigError, FedgeError, FruitlessError, StoreError, failing_as
 from fedge.files import make_folder, write_atomically
 from fedge.loading import is_held
+from fedge.logs import at_level
 from fedge.messages import BlobRef
 from fedge.models.training import torch_device
 from fedge.processor import Processor
@@ -358,24 +358,14 @@ def _on_ray(runs: Sequence[_Run], settings: CompareSettings) -> Iterator[tuple[_
             require_wanted()
 
 
-@contextmanager
-def _partitions_untold() -> Iterator[None]:
-    """Report adjusted minimum sizes once per seed, below the table, rather than in every run."""
-    log = logging.getLogger("fedge.tasks")
-    before = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        log.setLevel(before)
-
-
 def _simulate(run: _Run, home: Path) -> RunOutcome:
     import torch
 
     torch.set_num_threads(1)
     name, options = method_and_options(run.method)
-    with _partitions_untold(), failing_as(FruitlessError, f"{run.method}, seed {run.seed}", on=FruitlessError):
+    # adjusted minimum sizes are told once per seed, below the table
+    once = at_level("fedge.tasks", logging.ERROR)
+    with once, failing_as(FruitlessError, f"{run.method}, seed {run.seed}", on=FruitlessError):
         return simulate(run.scenario, name, options, run.seed, home, lambda _: None, run.method)
 
 

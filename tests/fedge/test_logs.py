@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from fedge import logs
-from fedge.logs import LINES_PER_MINUTE, JsonFormatter, LineFormatter, Lines, bind, bound, fields_of, note
+from fedge.logs import LINES_PER_MINUTE, JsonFormatter, LineFormatter, Lines, at_level, bind, bound, fields_of, note
 
 ROOT = Path(__file__).resolve().parents[2]
 EVIL = "cam1\n2026-01-01T00:00:00.000Z INFO event=forged\x1b[2J\x9b2J\x7f\u2028 device=other"
@@ -148,3 +148,17 @@ def test_lines_that_others_cause_are_few_and_the_rest_is_counted(
     said = [record.getMessage() for record in caplog.records]
     assert said[:LINES_PER_MINUTE] == [f"event=refused name={n}" for n in range(LINES_PER_MINUTE)]
     assert said[LINES_PER_MINUTE:] == ["event=dropped", "event=refused name=0 untold=5", "event=refused name=1"]
+
+
+def test_a_level_within_is_gone_afterwards_whatever_happens():
+    log = logging.getLogger("fedge.of_this_test")
+    log.setLevel(logging.INFO)
+
+    @at_level(log.name, logging.ERROR)
+    def fails():
+        assert not log.isEnabledFor(logging.WARNING)
+        raise ValueError("it failed")
+
+    with pytest.raises(ValueError, match="it failed"):
+        fails()
+    assert log.level == logging.INFO
