@@ -50,7 +50,8 @@ def rehearse(method: str, options: Mapping[str, Option], task: TaskSpec, layout:
     with tempfile.TemporaryDirectory(prefix="fedge-check-") as folder, at_level("fedge", logging.CRITICAL):
         stage = _Stage(kind, options, task, layout, few, Path(folder))
         try:
-            found = [*asyncio.run(stage.claims()), *asyncio.run(stage.whole())]
+            found = asyncio.run(stage.claims())
+            asyncio.run(stage.whole())
         except FedgeError as error:
             return [Finding(f"{method} would fail in a federation", str(error), stops=True)]
         except FAILURES as error:
@@ -93,8 +94,12 @@ class _Stage:
         made = self._kind(msgspec.structs.replace(self._settings, **changes), Server(self._task, self._few))
         return made, fleet, made.begin(self._layout, first)
 
-    async def whole(self) -> list[Finding]:
-        """Two rounds and the end."""
+    async def whole(self) -> None:
+        """Two rounds and the end.
+
+        Raises:
+            ConfigError: it has no end, or leaves no bundle.
+        """
         method, fleet, state = self._begin()
 
         def on_round(state: State) -> None:
@@ -104,7 +109,6 @@ class _Stage:
         state = await rounds.run(method, state, fleet, on_round)
         if not state.installed:
             raise ConfigError(f"no device got a bundle: {told(reasons_of(fleet.problems))}")
-        return []
 
     async def claims(self) -> list[Finding]:
         """What is wrong with what the method says that it heeds."""

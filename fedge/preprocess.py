@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from fedge import table
 from fedge.errors import ConfigError, failing_as
-from fedge.scaling import FURTHEST, precision, unfit
+from fedge.scaling import are_inputs, precision, unfit
 from fedge.task import TaskSpec
 
 if TYPE_CHECKING:
@@ -43,8 +43,7 @@ def apply(task: TaskSpec, raw: NDArray[Any]) -> NDArray[np.float32]:
         np.subtract(x, mean.astype(kind), out=x)
         np.divide(x, std.astype(kind), out=x)
         inputs = x.astype(np.float32, copy=False)
-    within = inputs.max(initial=0) <= FURTHEST and inputs.min(initial=0) >= -FURTHEST  # not if there is NaN
-    if (kind is np.float64 or not within) and (fault := unfit(shaped, inputs)):
+    if (kind is np.float64 or not are_inputs(inputs)) and (fault := unfit(shaped, inputs)):
         raise ConfigError(fault)
     return inputs
 

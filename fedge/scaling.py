@@ -19,6 +19,11 @@ def precision(mean: ArrayLike, std: ArrayLike) -> type[np.float32 | np.float64]:
     return np.float64 if (np.abs(mean) > FAR * np.asarray(std)).any() else np.float32
 
 
+def are_inputs(x: NDArray[Any]) -> bool:
+    """Whether a network can compute with all numbers of x (n, ...). It is cheap; `unfit` says what is wrong."""
+    return bool(x.max(initial=0) <= FURTHEST and x.min(initial=0) >= -FURTHEST)  # not if there is NaN
+
+
 def unfit(x: NDArray[Any], inputs: NDArray[np.float32] | None = None) -> str:
     """What is wrong with the first sample that a network cannot see, and what to do; "": nothing.
 

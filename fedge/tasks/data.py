@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from fedge.errors import ConfigError
 from fedge.labels import class_numbers, whole_numbers
 from fedge.loading import FAILURES, load_object, reason_of
-from fedge.scaling import unfit
+from fedge.scaling import are_inputs, unfit
 from fedge.task import TRAIN, VALIDATION, TaskSpec
 from fedge.tasks.sampling import n_validation, spread
 from fedge.tensors import digest_of
@@ -152,7 +152,7 @@ def _of_task(
         raise ConfigError(f"samples of shape {x.shape[1:]} found, but the task has inputs of {task.input_shape}")
     if x.dtype.kind not in "buif":
         raise ConfigError(f"x {what} must be numbers, not {x.dtype}")
-    if fault := unfit(x, x):
+    if not are_inputs(x) and (fault := unfit(x, x)):
         raise ConfigError(f"{what}, {fault}")
     y = class_numbers(y, n, task.n_classes, f"y {what}")
     marks = whole_numbers(marks, n, 1, f"sensitive {what}").astype(np.bool_)
