@@ -20,6 +20,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from fedge.errors import TransportError
 from fedge.logs import Lines
+from fedge.route import host_and_port
 
 log = logging.getLogger("fedge.port")
 
@@ -120,7 +121,7 @@ class Port:
         assert self._listener is not None
         host, port = self._listener.sockets[0].getsockname()[:2]
         scheme = "http" if self.tls is None else "https"
-        return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+        return f"{scheme}://{host_and_port(host, port)}"
 
     def admit(self, connection: _Connection) -> asyncio.Protocol:
         """The protocol for a new client: aiohttp if there is a place, else health only."""

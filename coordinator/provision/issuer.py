@@ -38,6 +38,7 @@ from fedge.errors import ConfigError
 from fedge.files import locked, write_atomically
 from fedge.identity import CRL, Role, Subject, subject_of
 from fedge.kit import Kit, seal
+from fedge.route import host_and_port
 from fedge.task import TaskSpec
 
 CA_KEY: Final = "ca.key"
@@ -77,7 +78,7 @@ class Federation(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, 
     @property
     def broker(self) -> str:
         """The broker's address for the others."""
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return host_and_port(self.host, self.port)
 
 
 class Issuer:

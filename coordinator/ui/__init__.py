@@ -40,6 +40,7 @@ from fedge.files import write_atomically
 from fedge.logs import Lines
 from fedge.openmetrics import exposition
 from fedge.port import MAX_CONNECTIONS, Handler, Port
+from fedge.route import host_and_port
 
 log = logging.getLogger("fedge.ui")
 
@@ -208,8 +209,8 @@ class Page:
     @property
     def url(self) -> str:
         """The URL of the page."""
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"{'http' if self._port.tls is None else 'https'}://{host}:{self._port.number}/"
+        where = host_and_port(self._host, self._port.number)
+        return f"{'http' if self._port.tls is None else 'https'}://{where}/"
 
     def _open(self) -> None:
         self._store = self._opened()
