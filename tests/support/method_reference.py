@@ -18,6 +18,7 @@ import click
 import msgspec
 
 from coordinator.methods import Method, installed_methods, method_class
+from coordinator.methods.cohort import NO_CLUSTERS
 from coordinator.simulation.settings import SimulationSettings
 
 PAGES = Path(__file__).parents[2] / "docs" / "methods"
@@ -29,12 +30,12 @@ SHARED = (
 
 HEAD = """# The methods
 
-Made from the methods themselves by `python -m tests.support.method_reference`; a test checks that it is up to date.
+This page is made by `python -m tests.support.method_reference`; a test checks that it is up to date.
 
-Every method is one file in `coordinator/methods/` that runs unchanged on simulated devices (`fedge simulate`,
-`fedge compare`) and on real ones (`fedge coordinator`, `fedge demo`), and ends with a bundle on every device that
-`fedge infer` runs. How each works and what it measured is on its own page; which one to take, in
-[results.md](../results.md); what each lets out of a device, in [privacy.md](../privacy.md).
+Every method is one file in `coordinator/methods/`. It runs unchanged on simulated devices (`fedge simulate`,
+`fedge compare`) and on real ones (`fedge coordinator`, `fedge demo`). It ends with a bundle on every device, which
+`fedge infer` runs. A method's own page has its source and its formulas, and says where it departs from its paper.
+[results.md](../results.md) helps to choose a method; [privacy.md](../privacy.md) says what each lets out of a device.
 
 <!-- not run: minutes -->
 ```console
@@ -49,33 +50,40 @@ fedge coordinator --method fedprox --option proximal_mu=0.1 --broker localhost:1
 """
 
 AFTER = """
-`selection` is set like an option of the method: `uniform` draws; `ccmab` is FedEPC's bandit with its deadline, in each
-cluster, or with all devices as one; `stratified` draws about equally many from each cluster (CFIC); `fastest` takes
-those that were fastest so far. Each method says which it has, its default first.
+`selection` is set like an option of the method. `uniform` draws devices at random. `ccmab` is FedEPC's bandit with its
+deadline, in each cluster or with all devices as one cluster. `stratified` draws about equally many devices from each
+cluster (CFIC). `fastest` takes the devices that were fastest so far. Each method lists its own, the default first.
 
 `NAME+ft` is the method, then fine-tuning on each device, its length chosen on validation samples. `local`, `fedge`,
-`pm-moe` and `scmoe-pfl` refuse it, since what they end in is already fitted on each device.
+`pm-moe` and `scmoe-pfl` refuse it, because their final models are already fitted on each device.
 
 Differential privacy (`--dp-epsilon` or `--dp-noise`, `--dp-delta`, `--dp-clip`) and masked sums (`--masking`,
-`--min-cohort`) have settings of their own; [privacy.md](../privacy.md) says what they promise, and
+`--min-cohort`) have settings of their own. [privacy.md](../privacy.md) says what they promise, and
 [hostile.md](../hostile.md) which of them combine.
 
 ## Options of a method
 
-They are set with `--option NAME=VALUE`, after colons in the name of a method
-(`fedge compare --methods fedepc:clustering=k-means:n_clusters=4`), or in the table `[method]` of a TOML file. An
-unknown name or value is an error that names the nearest right one; one that is refused says why, or what replaces it.
-A default of `-` means: as the method's text says.
+Options are set in three places: with `--option NAME=VALUE`, after colons in the name of a method
+(`fedge compare --methods fedepc:clustering=k-means:n_clusters=4`), or in the table `[method]` of a TOML file. The error
+for an unknown name or value names the nearest right one. The error for a refused one gives the reason. A default of `-`
+is explained in the method's text. A section in that text is a section of the method's own page.
 
 `clustering` has the same words everywhere: `aidc` (FedEPC) of profiles, `mctc` (SCMoE-PFL) of update directions,
-`labels` (CFIC) of label features, `k-means` and `agglomerative` of what the method clusters by itself. What only
-remakes a row of a paper's table is a class in the benchmark that prints it, named by its path: `package.module:Class`.
+`labels` (CFIC) of label features, `k-means` and `agglomerative` of what the method clusters by itself. Variants that
+only a table of a paper needs are classes in the benchmark that prints the table: `package.module:Class`.
+
+{without_clusters}
+have no clusters of devices. They refuse:
+
+{refused}
 """
 
 
 def reference() -> str:
     """The whole file."""
-    return "\n".join([HEAD + "\n".join(shared()), AFTER, *(section(name) for name in installed_methods())])
+    without = [name for name in installed_methods() if has_no_clusters(method_class(name))]
+    after = AFTER.format(without_clusters=", ".join(f"`{name}`" for name in without), refused=reasons(NO_CLUSTERS))
+    return "\n".join([HEAD + "\n".join(shared()), after, *(section(name) for name in installed_methods())])
 
 
 def shared() -> list[str]:
@@ -98,13 +106,13 @@ def text_of(hint: object) -> str:
 
 
 def section(name: str) -> str:
-    """One method: what its file says, its page, and a table of its options."""
+    """One method: what its file says first, its page, and a table of its options."""
     kind = method_class(name)
-    module = inspect.getdoc(sys.modules[kind.__module__]) or ""
+    summary = (inspect.getdoc(sys.modules[kind.__module__]) or "").split("\n\n")[0]
     page = kind.__module__.rsplit(".", 1)[1]
     page = page if (PAGES / f"{page}.md").exists() else "baselines"
     selection = f"`selection`: {', '.join(f'`{how}`' for how in kind.SELECTIONS)}." if kind.SELECTIONS else ""
-    parts = [f"## {name}", module, f"How it works: [{page}.md]({page}.md). {selection}".strip(), *options(kind)]
+    parts = [f"## {name}", summary, f"How it works: [{page}.md]({page}.md). {selection}".strip(), *options(kind)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -112,20 +120,31 @@ def options(kind: type[Method[typing.Any]]) -> list[str]:
     """What the docstring says of the options, the table, and what is refused; no table where there are none."""
     fields = msgspec.structs.fields(kind.Options)
     if not fields:
-        return refused(kind.REFUSED)
+        return refused(kind)
     rows = ["| option | values | default |", "|---|---|---|"]
     hints = typing.get_type_hints(kind.Options, include_extras=True)
     rows += [f"| `{f.name}` | {values(hints[f.name])} | `{shown(f.default)}` |" for f in fields]
-    return [inspect.getdoc(kind.Options) or "", "\n".join(rows), *refused(kind.REFUSED)]
+    return [inspect.getdoc(kind.Options) or "", "\n".join(rows), *refused(kind)]
 
 
-def refused(reasons: Mapping[str, str]) -> list[str]:
-    """What the method has not, or no more, by reason."""
+def refused(kind: type[Method[typing.Any]]) -> list[str]:
+    """What the method has not, or no more, but for what all methods without clusters refuse."""
+    common = NO_CLUSTERS if has_no_clusters(kind) else {}
+    own = {name: why for name, why in kind.REFUSED.items() if name not in common}
+    return [f"Refused:\n\n{reasons(own)}"] if own else []
+
+
+def has_no_clusters(kind: type[Method[typing.Any]]) -> bool:
+    """Does it refuse what the methods without clusters refuse?"""
+    return NO_CLUSTERS.items() <= kind.REFUSED.items()
+
+
+def reasons(refusals: Mapping[str, str]) -> str:
+    """A list of refusals, by reason."""
     by_reason: dict[str, list[str]] = {}
-    for name, why in reasons.items():
+    for name, why in refusals.items():
         by_reason.setdefault(why, []).append(f"`{name}`")
-    lines = [f"- {', '.join(names)}: {why}." for why, names in by_reason.items()]
-    return ["\n".join(["Refused:", "", *lines])] if lines else []
+    return "\n".join(f"- {', '.join(names)}: {why}." for why, names in by_reason.items())
 
 
 def values(hint: object) -> str:
