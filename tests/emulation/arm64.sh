@@ -67,7 +67,7 @@ run_in() {
     ' bash "$root" "$repository" "$cpu" "$@"
 }
 
-# What the README says for a device that only predicts, and for one that serves, in a fresh copy of this clone.
+# What docs/install.md says for a device that only predicts, and for one that serves, in a fresh copy of this clone.
 install() {
     local root=$CACHE/$1
     rm -rf "$root/srv/fedge" && mkdir -p "$root/srv/fedge"
