@@ -435,7 +435,7 @@ def nearest(given: str, known: Sequence[str], otherwise: str = "it is one of") -
 
 
 CHECKPOINTS: Final = (0, 10, 20, 40, 80)
-"""Steps of fine-tuning that compete on validation samples (fedge.md section 15.1); 0 is the model as it is."""
+"""Steps of fine-tuning that compete on validation samples (baselines.md section 11); 0 is the model as it is."""
 WITHOUT_VALIDATION: Final = 40
 """Steps of fine-tuning on a device without validation samples (fedge.md section 6)."""
 

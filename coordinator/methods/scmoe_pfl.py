@@ -103,7 +103,7 @@ PRESET: Final = "preset=paper or preset=default sets it"
 
 
 class Clusters(Struct, frozen=True, kw_only=True):
-    """The present clusters: `made` in which round, with which tau; `separability` of Otsu's cut (17.5)."""
+    """The present clusters: `made` in which round, with which tau; `separability` of Otsu's cut (17.4)."""
 
     made: int
     members: tuple[tuple[str, ...], ...]
