@@ -6,7 +6,7 @@ deviation, not of the absolute one, and is reported before training, not with th
 SGD steps unless `--local-epochs` is given (section 8: 5 epochs); integer buffers are averaged by maximum as everywhere.
 The gain comes from the momentum rather than from the clusters: `selection=uniform` and `correction=false` switch either
 off. Clusters of profiles or update directions, instead of label features, are made after a third of the rounds, when
-the model can tell data apart (FedEPC section 9.10); until then no device has a cluster.
+the model can tell data apart (FedEPC section 9, point 10); until then no device has a cluster.
 """
 
 from __future__ import annotations

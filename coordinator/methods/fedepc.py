@@ -1,17 +1,12 @@
 """FedEPC: clusters of devices by ReLU sparsity, one model per cluster, a bandit that picks who trains.
 
 Source: Tang et al., "FedEPC: An Efficient and Privacy-Enhancing Clustering Federated Learning Method for
-Sensing-Computing Fusion Scenarios", CMC 85(2), 2025; specification docs/methods/fedepc.md. Departures: a warm-up of
-shared rounds gives all clusters their start (section 9.10). Unless the coordinator uses labelled samples of its own
-(extractor=server, and --server-data), the warm-up's model is the extractor of the profiles, and D_ref comes from the
-devices' split halves (4.1). Section 8 counts local work in epochs (`--local-epochs 5`), so that time and progress grow
-with a device's samples; by default all take equally many steps. Unresponsive devices rest
-(`coordinator.methods.unresponsive`). The stop rule of section 6 is off by default: table 8.2 is without it (uploads
-there are clusters times rounds). Cohorts of one or two make a cluster's loss jump, so it may stop early; in 13 pairs of
-runs on digits (two seeds, not all rows) personal accuracy with it was between 4.5 points lower and 6.4 higher: no clear
-winner, with fewer uploads. As printed, the method is warm_up=0 without the rule for overdue devices (5.5);
-selection=uniform with deadline=none shows the gain of its clusters. With clustering=mctc every device trains once more
-from the warm-up's model and is described by the direction of that update; it is in the one cluster that is nearest.
+Sensing-Computing Fusion Scenarios", CMC 85(2), 2025; specification docs/methods/fedepc.md, whose section 9 lists the
+departures. Above all, a warm-up of shared rounds gives all clusters their start (point 10). Unless the coordinator uses
+labelled samples of its own (extractor=server, and --server-data), the warm-up's model is the extractor of the profiles,
+and D_ref comes from the devices' split halves (4.1). Unresponsive devices rest (`coordinator.methods.unresponsive`). As
+printed, the method is warm_up=0 without the rule for overdue devices (5.5); selection=uniform with deadline=none shows
+the gain of its clusters.
 """
 
 from __future__ import annotations
