@@ -50,7 +50,7 @@ from fedge.errors import ProtocolError, StoreError, TooLargeError, TransportErro
 from fedge.files import BlobFolder, sync
 from fedge.messages import BlobRef, Want, decode, encode
 from fedge.topics import Topics
-from fedge.transport import LARGE_CHUNK, PACKET_OVERHEAD, SMALL_CHUNK, Inbound, Transport
+from fedge.transport import LARGE_CHUNK, LEAST_PACKET, PACKET_OVERHEAD, SMALL_CHUNK, Inbound, Transport
 
 log = logging.getLogger("fedge.transfer")
 
@@ -71,9 +71,11 @@ STALL_S: Final = 3.0
 """No new chunk for so long: what was asked for is lost. Doubles up to `STALL_CAP_S` where chunks need longer."""
 STALL_CAP_S: Final = 12.0
 STEP_BYTES: Final = SMALL_CHUNK
-"""So many new bytes, a chunk where the broker takes smaller ones, or all that was asked for, count as progress. Fewer
-do not: on a broker that admits everybody, a stranger who sends a byte now and then would keep a receiver from asking
-again for what was lost."""
+"""So many new bytes, as many as the largest chunk of this fetch, or all that was asked for, count as progress. Fewer do
+not: on a broker that admits everybody, a stranger who sends a byte now and then would keep a receiver from asking again
+for what was lost. How small chunks must be, the sender may find out alone: so the receiver measures them."""
+LEAST_CHUNK: Final = LEAST_PACKET - PACKET_OVERHEAD
+"""No sender of ours cuts smaller ones; those of a stranger do not make progress cheaper."""
 ANSWER_CAP_S: Final = 30.0
 """Where many transfers share a broker or a sender, each waits for its turn: nothing counts as lost before twice the
 time that answers take just now, but after so long in any case."""
@@ -174,6 +176,7 @@ class Receiving:
         self._asked = Ranges()
         self._unsafe_bytes = 0
         self._since_step = 0
+        self._chunk_bytes = LEAST_CHUNK
         self._ask_bytes = ASK_BYTES
         for start, end in have:
             self._missing.remove(start, end)
@@ -208,6 +211,7 @@ class Receiving:
             self._missing.add(offset, offset + length)  # all of it was missing
             raise ProtocolError("fragmented", f"chunk of {length} bytes at {offset}: {n_before} gaps already")
         self._unsafe_bytes += sum(end - start for start, end in new)
+        self._chunk_bytes = max(self._chunk_bytes, length)
         return new
 
     def stored(self, start: int, end: int) -> None:
@@ -217,9 +221,9 @@ class Receiving:
         self._asked.remove(start, end)
         self._ask_bytes = min(ASK_BYTES, self._ask_bytes * 2)
 
-    def advanced(self, step_bytes: int) -> bool:
+    def advanced(self) -> bool:
         """Whether a step was stored since the last time that this was so."""
-        if found := self._since_step >= step_bytes or not self._asked:
+        if found := self._since_step >= min(STEP_BYTES, self._chunk_bytes) or not self._asked:
             self._since_step = 0
         return found
 
@@ -593,7 +597,6 @@ class Receiver:
         if fetch.ref.size_bytes > LARGE_CHUNK:  # one chunk is requested in any case, and there may be thousands
             budget -= sum(f.receiving.under_way for f in self._fetches)
         ranges = fetch.receiving.ask(budget, _most_ranges(self._transport.max_packet_bytes))
-        fetch.step_bytes = min(STEP_BYTES, self._transport.chunk_bytes)
         if ranges:
             fetch.asked_at = time.monotonic()
             want = Want(device_id=device_id, digest=fetch.ref.digest, ranges=ranges, listening=fetch.listening)
@@ -640,7 +643,6 @@ class _Fetch:
         self.quiet_s = 0.0
         """For how long nothing new has come although the broker was there."""
         self.asked_at: float | None = None
-        self.step_bytes = STEP_BYTES
         self.wrong = False
         """Whether the whole blob came in one chunk and was not right: that is known at once, and changes nothing."""
         self._pace = pace
@@ -671,7 +673,7 @@ class _Fetch:
         else:
             for start, end in pieces:
                 self.receiving.stored(start, end)
-        if not self.receiving.advanced(self.step_bytes) and self._failure is None:
+        if not self.receiving.advanced() and self._failure is None:
             return
         self.quiet_s = 0.0
         if self.asked_at is not None:
@@ -732,7 +734,8 @@ def _remove_damaged(folder: BlobFolder) -> None:
 class Sender:
     """Publishes wanted chunks. Async context manager; enter it inside the transport.
 
-    All blobs share `SENDER_TASKS` concurrent publishes and take turns, so a large one does not hold up a small one.
+    All blobs share `SENDER_TASKS` concurrent publishes and take turns, so a large one does not hold up a small one. A
+    chunk that is larger than those that the broker took on this connection goes alone.
     """
 
     def __init__(self, transport: Transport, source: Source) -> None:
@@ -742,6 +745,9 @@ class Sender:
         self._wake = asyncio.Event()
         self._group = asyncio.TaskGroup()
         self._workers: list[asyncio.Task[None]] = []
+        self._trying = False
+        """Whether a chunk is under way that is larger than the broker is known to take: if it refuses it, a window full
+        of them would have been sent for nothing, which takes a slow link a minute."""
 
     async def __aenter__(self) -> Self:
         await self._group.__aenter__()
@@ -799,12 +805,19 @@ class Sender:
 
     async def _work(self) -> None:
         while True:
-            chunk = self._sending.next(self._transport.chunk_bytes)
+            chunk = None if self._trying else self._sending.next(self._transport.chunk_bytes)
             if chunk is None:
                 self._wake.clear()
                 await self._wake.wait()
-            else:
-                await self._publish(*chunk)
+                continue
+            key, start, end = chunk
+            if end - start <= self._transport.taken_bytes:
+                await self._publish(key, start, end)
+                continue
+            self._trying = True
+            await self._publish(key, start, end)
+            self._trying = False
+            self._wake.set()
 
     async def _publish(self, key: Key, start: int, end: int) -> None:
         digest, chunks = key

@@ -791,9 +791,10 @@ class Transport:
         self._lines = Lines()
         self.max_packet_bytes: int | None = None
         """Largest packet that the broker takes; None: it announced nothing."""
-        self._chunk_limit = LARGE_CHUNK  # halved while the broker takes no such chunks
+        self._chunk_limit = LARGE_CHUNK  # halved and doubled by what connections have taken (`_learn`)
         self._broke_under = 0  # connections in a row that broke under a chunk
-        self._chunk_taken = False  # on this connection
+        self.taken_bytes = 0
+        """Size of the largest chunk that the broker took on this connection."""
         self._refused_bytes = sys.maxsize  # of the smallest packet that was too large
         self._unfit = ""
         self.protocol = ""
@@ -822,7 +823,7 @@ class Transport:
 
     @property
     def chunk_bytes(self) -> int:
-        """The chunk payload size for this broker. It may become smaller when the broker refuses a chunk."""
+        """The chunk payload size for this broker. It is halved when a chunk is refused, and grows back slowly."""
         return min(chunk_bytes_for(self.max_packet_bytes), self._chunk_limit)
 
     def on_connect(self, callback: Callable[[], Awaitable[None]]) -> None:
@@ -899,13 +900,22 @@ class Transport:
         return host_and_port(self.settings.host, self.settings.port)
 
     def _learn(self, ending: _Ending, unanswered: Sequence[_Publish]) -> None:
-        """Note what a connection that broke under these says of the broker's limits."""
+        """Note what a connection that broke under these says of the broker's limits.
+
+        If it took chunks of the present size, the next one tries the double: the cause may have been a bad network, or
+        the broker may be another one by now. Where the limit is still there, that costs a refused chunk or two broken
+        connections. To begin with the full size again would cost the whole way down, and to try more while a connection
+        lasts could break what works.
+        """
         chunk = max((len(publish.payload) for publish in unanswered if publish.chunk), default=0)
+        taken = self.taken_bytes >= self.chunk_bytes
         if ending.code != TOO_LARGE:
             self._refused_bytes = sys.maxsize  # its limit may be another by now
+            if taken:
+                self._chunk_limit = min(LARGE_CHUNK, 2 * self._chunk_limit)
         elif unanswered:
             self._too_large(max(unanswered, key=lambda publish: publish.packet_bytes), ending.reason)
-        if chunk and not self._chunk_taken and (ending.code in UNTOLD or ending.reason in (LOST, NOT_MQTT)):
+        if chunk and not taken and (ending.code in UNTOLD or ending.reason in (LOST, NOT_MQTT)):
             self._broke_under += 1
             if self._broke_under == BROKE_UNDER:
                 self._halve(chunk, ending.reason)
@@ -930,7 +940,7 @@ class Transport:
             log.warning("event=smaller_chunks broker=%s bytes=%d reason=%r", self._where, limit, reason)
 
     async def _take_into_service(self, connection: _Connection) -> None:
-        self._chunk_taken = False
+        self.taken_bytes = 0
         for topic_filter, subscription in tuple(self._subscriptions.items()):
             try:
                 await connection.subscribe(topic_filter)
@@ -1079,7 +1089,8 @@ class Transport:
         publish = self._window.acknowledged(packet_id)
         if publish is not None and not publish.done.done():
             if not reason.is_failure:
-                self._chunk_taken |= publish.chunk and len(publish.payload) >= self.chunk_bytes
+                if publish.chunk:
+                    self.taken_bytes = max(self.taken_bytes, len(publish.payload))
                 publish.done.set_result(None)
             elif reason.value in AGAIN:
                 log.warning("event=publish_again topic=%s reason=%r", publish.topic, in_words(reason, properties))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
+import logging
 import os
 import re
 import signal
@@ -28,6 +29,7 @@ from fedge.tensors import digest_of
 from fedge.topics import Topics
 from fedge.transfer import (
     ASK_BYTES,
+    LEAST_CHUNK,
     LISTENERS,
     MAX_LINES,
     MAX_PIECES,
@@ -43,7 +45,8 @@ from fedge.transfer import (
     Sending,
     _Part,
 )
-from fedge.transport import LARGE_CHUNK, BrokerSettings, Inbound, Transport
+from fedge.transport import LARGE_CHUNK, BrokerSettings, Inbound, Transport, Window, _Publish
+from tests.chaos.network import Network
 from tests.deploy.faults import no_room
 from tests.deploy.power import in_a_process_cut_off_at
 from tests.support.broker import local_broker, open_broker, transport
@@ -136,15 +139,28 @@ def test_after_a_stall_it_begins_with_one_chunk_and_grows_again():
 def test_a_few_bytes_are_no_progress():
     receiving = Receiving(ASK_BYTES)
     receiving.ask(ASK_BYTES)
-    for length, advanced in ((1, False), (STEP_BYTES - 2, False), (1, True), (STEP_BYTES - 1, False), (1, True)):
-        start = receiving.missing[0][0]
-        receiving.arrived(start, length)
-        receiving.stored(start, start + length)
-        assert receiving.advanced(STEP_BYTES) is advanced
+    for length, advanced in ((STEP_BYTES, True), (1, False), (STEP_BYTES - 2, False), (1, True), (1, False)):
+        assert progress(receiving, length) is advanced
+    assert progress(receiving, ASK_BYTES - receiving.missing[0][0]), "all that was asked for"
+
+
+def test_chunks_as_small_as_those_that_came_are_progress():
+    """Of a broker that takes no larger ones, which the sender alone finds out; smaller ones no sender cuts."""
+    receiving = Receiving(ASK_BYTES)
+    receiving.ask(ASK_BYTES)
+    assert not progress(receiving, 1)
+    assert not progress(receiving, LEAST_CHUNK - 2)
+    assert progress(receiving, LEAST_CHUNK)
+    assert [progress(receiving, length) for length in (8192, 4096, 4096, 8191)] == [True, False, True, False]
+    assert [progress(receiving, length) for length in (LARGE_CHUNK, STEP_BYTES - 1, 1)] == [True, False, True]
+
+
+def progress(receiving: Receiving, length: int) -> bool:
+    """Whether the next bytes, in one chunk, are."""
     start = receiving.missing[0][0]
-    receiving.arrived(start, ASK_BYTES - start)
-    receiving.stored(start, ASK_BYTES)
-    assert receiving.advanced(STEP_BYTES), "all that was asked for"
+    receiving.arrived(start, length)
+    receiving.stored(start, start + length)
+    return receiving.advanced()
 
 
 def test_resumes_with_what_is_missing():
@@ -619,27 +635,41 @@ async def test_a_broker_of_small_packets_is_asked_for_fewer_ranges(tmp_path, pac
             assert (await fetch(receiver, ref)).read_bytes() == data
 
 
-@pytest.mark.parametrize(("packet", "step"), [(4096, 3072), (1 << 20, STEP_BYTES)])
-async def test_a_chunk_of_a_broker_of_small_packets_is_progress(tmp_path, packets_of, monkeypatch, packet, step):
-    """On a slow link a fetch would otherwise ask again, and be sent again, what is on its way to it."""
-    steps: set[int] = set()
+@pytest.mark.parametrize("limit", ["max_packet_size 4200", "message_size_limit 4200"])
+async def test_small_chunks_on_a_slow_link_are_no_stall(mosquitto_program, tmp_path, caplog, limit):
+    """In 3 s come 45,000 bytes. A fetch would otherwise ask again for, and be sent again, what is on its way to it."""
+    caplog.set_level(logging.INFO)
+    up, data = BlobFolder(tmp_path / "up"), os.urandom(100_000)
+    ref = BlobRef(digest=up.put(data), size_bytes=len(data))
+    async with open_broker(tmp_path, limit) as broker, Network(broker.host, broker.port) as network:
+        network.bytes_per_s = 15_000.0
+        link = Transport(BrokerSettings(network.host, network.port), "agent")
+        receiver = Receiver(link, BlobFolder(tmp_path / "down"))
+        async with serving(broker, up) as wanted, link:
+            assert (await fetch(receiver, ref)).read_bytes() == data
+    assert wanted == [(0, len(data))]
+    assert "event=stalled" not in caplog.text
 
-    class Noting(Receiving):
-        def advanced(self, step_bytes: int) -> bool:
-            steps.add(step_bytes)
-            return super().advanced(step_bytes)
 
-    monkeypatch.setattr("fedge.transfer.Receiving", Noting)
-    packets_of(packet)
-    data = os.urandom(40_000)
-    up = BlobFolder(tmp_path / "up")
-    up.put(data)
-    async with local_broker("mosquitto", tmp_path) as broker:
+async def test_one_chunk_at_a_time_finds_out_what_a_broker_takes(mosquitto_program, tmp_path, monkeypatch):
+    """On a slow link a window full of chunks that are all refused takes minutes."""
+    sizes: list[int] = []
+
+    class Noting(Window):
+        def sent(self, packet_id: int, publish: _Publish) -> None:
+            super().sent(packet_id, publish)
+            sizes.extend([len(publish.payload)] if publish.chunk else [])
+
+    monkeypatch.setattr("fedge.transport.Window", Noting)
+    up, data = BlobFolder(tmp_path / "up"), os.urandom(600_000)
+    ref = BlobRef(digest=up.put(data), size_bytes=len(data))
+    async with open_broker(tmp_path, "message_size_limit 10000") as broker:
         link = transport(broker, "agent")
         receiver = Receiver(link, BlobFolder(tmp_path / "down"))
         async with serving(broker, up), link:
-            assert (await fetch(receiver, a_ref(data))).read_bytes() == data
-    assert steps == {step}
+            assert (await fetch(receiver, ref)).read_bytes() == data
+    assert sizes[:4] == [64 * 1024, 32 * 1024, 16 * 1024, 8 * 1024]
+    assert max(sizes[4:]) == 8 * 1024
 
 
 async def test_chunks_become_as_small_as_a_broker_takes_that_announces_no_limit(mosquitto_program, tmp_path, caplog):

@@ -582,11 +582,16 @@ async def test_a_message_over_a_hidden_limit_fails_alone(mosquitto_program, tmp_
     assert "event=disconnected" not in caplog.text
 
 
-async def test_chunks_are_halved_when_connections_break_under_them(caplog, no_back_off):
-    """As some brokers do on a packet that is too large: they say nothing and hang up."""
-    sizes = []
+class HangsUp:
+    """A broker that says nothing on a packet that is too large and hangs up, as some do. `sizes`: what it was sent."""
 
-    async def hang_up_on_large(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.sizes: list[int] = []
+        self.clients: list[asyncio.StreamWriter] = []
+
+    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.clients.append(writer)
         with contextlib.suppress(asyncio.IncompleteReadError, OSError):
             await read_packet(reader)
             writer.write(bytes([0x20, 3, 0, 0, 0]))
@@ -594,14 +599,17 @@ async def test_chunks_are_halved_when_connections_break_under_them(caplog, no_ba
                 kind, body = await read_packet(reader)
                 if kind != 3:
                     continue
-                sizes.append(len(body))
-                if len(body) > 20_000:
+                self.sizes.append(len(body))
+                if len(body) > self.limit:
                     break
                 start = 2 + int.from_bytes(body[:2])
                 writer.write(bytes([0x40, 2]) + body[start : start + 2])
         writer.close()
 
-    server = await asyncio.start_server(hang_up_on_large, "127.0.0.1", 0)
+
+async def test_chunks_are_halved_when_connections_break_under_them(caplog, no_back_off):
+    broker = HangsUp(20_000)
+    server = await asyncio.start_server(broker, "127.0.0.1", 0)
     one = Transport(BrokerSettings("127.0.0.1", server.sockets[0].getsockname()[1]), "one")
     async with server, asyncio.timeout(WAIT_S), one:
         for _ in range(2):
@@ -609,8 +617,38 @@ async def test_chunks_are_halved_when_connections_break_under_them(caplog, no_ba
                 await one.publish("t", bytes(one.chunk_bytes), chunk=True)
         await one.publish("t", bytes(one.chunk_bytes), chunk=True)
         assert one.chunk_bytes == 16 * 1024
-    assert [size // 1024 for size in sizes] == [64, 64, 32, 32, 16]
+    assert [size // 1024 for size in broker.sizes] == [64, 64, 32, 32, 16]
     assert caplog.text.count("event=smaller_chunks") == 2
+
+
+async def test_chunks_grow_back_by_one_step_for_each_connection_that_took_them(no_back_off):
+    broker = HangsUp(20_000)
+    server = await asyncio.start_server(broker, "127.0.0.1", 0)
+    one = Transport(BrokerSettings("127.0.0.1", server.sockets[0].getsockname()[1]), "one")
+
+    async def reconnected() -> int:
+        """The size of chunks on the next connection."""
+        before = len(broker.clients)
+        broker.clients[-1].close()
+        await until(lambda: len(broker.clients) > before and one.connected)
+        return one.chunk_bytes // 1024
+
+    async with server, asyncio.timeout(WAIT_S), one:
+        for _ in range(2):
+            with pytest.raises(TooLargeError):
+                await one.publish("t", bytes(one.chunk_bytes), chunk=True)
+        assert await reconnected() == 16, "none was taken"
+        await one.publish("t", bytes(16 * 1024), chunk=True)
+        assert await reconnected() == 32
+        with pytest.raises(TooLargeError):
+            await one.publish("t", bytes(32 * 1024), chunk=True)
+        assert one.chunk_bytes == 16 * 1024, "the limit is still there"
+        broker.limit = 1 << 20
+        for size in (16, 32, 64):
+            assert one.chunk_bytes == size * 1024
+            await one.publish("t", bytes(one.chunk_bytes), chunk=True)
+            after = await reconnected()
+        assert after == 64
 
 
 async def read_packet(reader: asyncio.StreamReader) -> tuple[int, bytes]:
