@@ -2,7 +2,7 @@
 
 Source: "FedCoE: Bridging Generalization and Personalization via Federated Coordinated Dual-level MoEs",
 arXiv 2605.21264, Eq. 1 and 5 to 13; specification docs/methods/fedcoe.md. Departures: a temperature in Eq. 1
-(section 3), no epsilon in Eq. 8 (section 10.14), ranking by affinity (section 10.1), the profile prior (section 7).
+(section 3), no epsilon in Eq. 8 (section 10, point 14), ranking by affinity (point 1), the profile prior (section 7).
 
 Indices: experts j in 0..K-1, clients i in 0..N-1 by ascending device id, classes c in 0..C-1.
 """

@@ -39,7 +39,7 @@ from fedge.tensors import Layout, Model, Tensors
 log = logging.getLogger("fedge.method")
 
 COLLAPSED_SPREAD: Final = 1e-3  # with overlap 1: all experts are one, section 13
-UNIFORM_GATE: Final = 2e-3  # above 1 / K: the gate says nothing, section 10.1
+UNIFORM_GATE: Final = 2e-3  # above 1 / K: the gate says nothing, section 10, point 1
 REFRESH_EPOCHS: Final = 5  # section 5
 WEIGHT_DECAY: Final = 5e-4  # of the SGD of clients and experts, section 5, unless the settings have another
 DELTA: Final = 0.02  # of the profile prior, section 7
@@ -202,7 +202,7 @@ class FedCoE(Method[FedCoEState]):
         return msgspec.structs.replace(
             state,
             experts=tuple(fleet.put_model(expert, state.layout) for expert in experts),
-            common=fleet.put_model(common, state.layout),  # section 10.8
+            common=fleet.put_model(common, state.layout),  # section 10, point 8
         )
 
     async def _with_gate(self, state: FedCoEState, fleet: Fleet, experts: list[Model], epochs: int) -> FedCoEState:
