@@ -1,8 +1,9 @@
 """DBE: a vector that is added to the features stays on the device; the shared features' mean is drawn to a global one.
 
-Source: Zhang et al., "Eliminating Domain Bias for Federated Learning in Representation Space", NeurIPS 2023; pm_moe.md
-section 4. Round 1 is FedAvg's; at its end every device reports the mean of its features once, under the new global
-model, and their mean, weighted by samples, is fixed as g. Without any answer, the next round is like the first.
+Source: Zhang et al., "Eliminating Domain Bias for Federated Learning in Representation Space", NeurIPS 2023;
+baselines.md section 10. Round 1 is FedAvg's; at its end every device reports the mean of its features once, under the
+new global model, and their mean, weighted by samples, is fixed as g. Without any answer, the next round is like the
+first.
 """
 
 from __future__ import annotations

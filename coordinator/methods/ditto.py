@@ -1,7 +1,7 @@
 """Ditto: FedAvg, and beside it each device trains a model of its own that is drawn to the global one.
 
 Source: Li et al., "Ditto: Fair and Robust Federated Learning Through Personalization", ICML 2021, Algorithm 1;
-scmoe_pfl.md section 14. A device takes twice as many steps in a round as in FedAvg.
+baselines.md section 5. A device takes twice as many steps in a round as in FedAvg.
 """
 
 from __future__ import annotations

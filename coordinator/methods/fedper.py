@@ -1,7 +1,7 @@
 """FedPer: the base is averaged, the head stays on the device.
 
 Source: Arivazhagan et al., "Federated Learning with Personalization Layers", 2019, Algorithms 1 and 2, with the last
-layer as personalization layer; pm_moe.md section 4.
+layer as personalization layer; baselines.md section 6.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """FedRep: as FedPer, but the device trains its head first, with the base frozen, and then the base alone.
 
 Source: Collins et al., "Exploiting Shared Representations for Personalized Federated Learning", ICML 2021, Algorithm 1;
-pm_moe.md section 4. A device takes `head_steps` more steps per round than in other methods.
+baselines.md section 7. A device takes `head_steps` more steps per round than in other methods.
 """
 
 from __future__ import annotations

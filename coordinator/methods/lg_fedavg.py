@@ -1,7 +1,7 @@
 """LG-FedAvg: the other way round, the head is averaged, the base stays on the device.
 
 Source: Liang et al., "Think Locally, Act Globally: Federated Learning with Local and Global Representations", 2020,
-Algorithm 1; pm_moe.md section 4.
+Algorithm 1; baselines.md section 8.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""FedAvg with personal layers: the base of Ditto and the methods of pm_moe.md section 4.
+"""FedAvg with personal layers: the base of Ditto and the methods of baselines.md sections 5 to 10.
 
 A method names the personal layers and the step by which a device trains; the rest is FedAvg. At the end every device
 installs the shared layers with its own; one that never trained uses the initial ones.

@@ -1,8 +1,8 @@
 """Train the shared model on D_L; the frame shared by all training steps.
 
-Model split (pm_moe.md section 4): some layers stay on the device. FedPer: Arivazhagan et al., "Federated Learning with
-Personalization Layers", 2019. LG-FedAvg: Liang et al., "Think Locally, Act Globally", 2020. FedRep: Collins et al.,
-"Exploiting Shared Representations for Personalized Federated Learning", ICML 2021, Algorithm 1.
+Model split (baselines.md sections 6 to 10): some layers stay on the device. FedPer: Arivazhagan et al., "Federated
+Learning with Personalization Layers", 2019. LG-FedAvg: Liang et al., "Think Locally, Act Globally", 2020. FedRep:
+Collins et al., "Exploiting Shared Representations for Personalized Federated Learning", ICML 2021, Algorithm 1.
 
 Everything learns from D_L: what stays shapes the gradient of what is shared, so anything it learned from a sensitive
 sample would show in the upload. FedRep's head is trained for steps of SGD, not epochs.

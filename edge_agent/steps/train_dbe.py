@@ -1,7 +1,8 @@
 """DBE: a vector added to the features stays here; the shared features' mean is pulled to a global one.
 
-Source: Zhang et al., "Eliminating Domain Bias for Federated Learning in Representation Space", NeurIPS 2023; pm_moe.md
-section 4. Prediction: Hd(B(x) + P) = W f + (W P + b): in a bundle the vector becomes part of the head's bias.
+Source: Zhang et al., "Eliminating Domain Bias for Federated Learning in Representation Space", NeurIPS 2023;
+baselines.md section 10. Prediction: Hd(B(x) + P) = W f + (W P + b): in a bundle the vector becomes part of the head's
+bias.
 
 P shapes the gradient of what is shared, so it learns from the same samples, D_L.
 """

@@ -1,7 +1,7 @@
 """FedRoD: a shared model that learns as if all classes were equally frequent, and a second head that stays here.
 
 Source: Chen and Chao, "On Bridging Generic and Personalized Federated Learning for Image Classification", ICLR 2022;
-pm_moe.md section 4. Prediction: Hd_g(f) + Hd_p(f); the logits add, so a bundle has one combined head.
+baselines.md section 9. Prediction: Hd_g(f) + Hd_p(f); the logits add, so a bundle has one combined head.
 
 Departures: the second head starts at zero, so that an untrained device predicts as the shared model does. It sends no
 gradient into the base, so it learns from all training samples, in its own batches, on the features after step (a), in
