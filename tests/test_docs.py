@@ -12,6 +12,7 @@ import click
 import pytest
 from msgspec import Struct
 
+import fedge.errors
 from coordinator.options import check, method_and_options, parsed
 from fedge.messages import BlobRef, Capabilities, Context, Health, Message, Outcome, Quality, Report, Status, Want
 from fedge.step import Result, installed_steps
@@ -92,6 +93,16 @@ def test_flags_beside_the_words_of_other_frameworks_are_flags_that_there_are() -
     for page in ("coming-from", "planning"):
         flags = re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", (ROOT / f"docs/{page}.md").read_text())
         assert set(flags) <= known, page
+
+
+def test_every_name_of_the_python_reference_stands_in_its_tables_too() -> None:
+    page = (ROOT / "docs/api.md").read_text()
+    told = "\n".join(re.findall(r"^\| (`.*?) \|", page, re.MULTILINE))
+    found = vars(fedge.errors).items()
+    errors = [name for name, kind in found if isinstance(kind, type) and issubclass(kind, fedge.errors.FedgeError)]
+    names = [path.rpartition(".")[2] for path in re.findall(r"^::: (\S+)", page, re.MULTILINE)]
+    names = [*fedge.__all__, *errors, *(name for name in names if name not in {"interface", "errors"})]
+    assert [name for name in names if not re.search(rf"\b{name}\b", told)] == []
 
 
 def test_every_refusal_is_in_the_protocol_and_no_other() -> None:
