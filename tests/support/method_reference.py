@@ -11,14 +11,12 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Mapping
 from pathlib import Path
 
 import click
 import msgspec
 
 from coordinator.methods import Method, installed_methods, method_class
-from coordinator.methods.cohort import NO_CLUSTERS
 from coordinator.simulation.settings import SimulationSettings
 
 PAGES = Path(__file__).parents[2] / "docs" / "methods"
@@ -73,16 +71,14 @@ is explained in the method's text. A section in that text is a section of the me
 only a table of a paper needs are classes in the benchmark that prints the table: `package.module:Class`.
 
 {without_clusters}
-have no clusters of devices. They refuse:
-
-{refused}
+have no clusters of devices, and refuse `clustering`.
 """
 
 
 def reference() -> str:
     """The whole file."""
-    without = [name for name in installed_methods() if has_no_clusters(method_class(name))]
-    after = AFTER.format(without_clusters=", ".join(f"`{name}`" for name in without), refused=reasons(NO_CLUSTERS))
+    without = [name for name in installed_methods() if "clustering" not in method_class(name).Options.__struct_fields__]
+    after = AFTER.format(without_clusters=", ".join(f"`{name}`" for name in without))
     return "\n".join([HEAD + "\n".join(shared()), after, *(section(name) for name in installed_methods())])
 
 
@@ -117,34 +113,14 @@ def section(name: str) -> str:
 
 
 def options(kind: type[Method[typing.Any]]) -> list[str]:
-    """What the docstring says of the options, the table, and what is refused; no table where there are none."""
+    """What the docstring says of the options, and the table; nothing where there are none."""
     fields = msgspec.structs.fields(kind.Options)
     if not fields:
-        return refused(kind)
+        return []
     rows = ["| option | values | default |", "|---|---|---|"]
     hints = typing.get_type_hints(kind.Options, include_extras=True)
     rows += [f"| `{f.name}` | {values(hints[f.name])} | `{shown(f.default)}` |" for f in fields]
-    return [inspect.getdoc(kind.Options) or "", "\n".join(rows), *refused(kind)]
-
-
-def refused(kind: type[Method[typing.Any]]) -> list[str]:
-    """What the method has not, or no more, but for what all methods without clusters refuse."""
-    common = NO_CLUSTERS if has_no_clusters(kind) else {}
-    own = {name: why for name, why in kind.REFUSED.items() if name not in common}
-    return [f"Refused:\n\n{reasons(own)}"] if own else []
-
-
-def has_no_clusters(kind: type[Method[typing.Any]]) -> bool:
-    """Does it refuse what the methods without clusters refuse?"""
-    return NO_CLUSTERS.items() <= kind.REFUSED.items()
-
-
-def reasons(refusals: Mapping[str, str]) -> str:
-    """A list of refusals, by reason."""
-    by_reason: dict[str, list[str]] = {}
-    for name, why in refusals.items():
-        by_reason.setdefault(why, []).append(f"`{name}`")
-    return "\n".join(f"- {', '.join(names)}: {why}." for why, names in by_reason.items())
+    return [inspect.getdoc(kind.Options) or "", "\n".join(rows)]
 
 
 def values(hint: object) -> str:
