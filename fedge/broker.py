@@ -9,7 +9,6 @@ fallback that needs no installation.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import getpass
 import json
@@ -32,6 +31,7 @@ from fedge.credentials import CERTIFICATE
 from fedge.errors import ConfigError, TransportError
 from fedge.files import version_of
 from fedge.identity import CRL, Role, subject_of
+from fedge.streams import connection
 
 log = logging.getLogger("fedge.broker")
 
@@ -187,13 +187,10 @@ class LocalBroker:
 
     async def _listens(self) -> bool:
         try:
-            _, writer = await asyncio.open_connection(self.host, self.port)
+            async with connection(self.host, self.port):
+                return True
         except OSError:
             return False
-        writer.close()
-        with contextlib.suppress(OSError):
-            await writer.wait_closed()
-        return True
 
     def _log_end(self) -> str:
         assert self._home is not None

@@ -43,6 +43,7 @@ from fedge.models import initial
 from fedge.models.training import Network
 from fedge.preprocess import apply
 from fedge.route import parse_address
+from fedge.streams import connection
 from fedge.tasks import Partitioning, partition, write_share, write_task
 from fedge.tasks.partition import samples_of
 from fedge.tensors import HEAD, Layout, Model, Tensors, flatten, from_bytes
@@ -258,12 +259,11 @@ async def reach(host: str, port: int) -> None:
         TransportError: it is not.
     """
     try:
-        async with asyncio.timeout(REACH_S):
-            _, writer = await asyncio.open_connection(host, port)
+        async with asyncio.timeout(REACH_S), connection(host, port):
+            pass
     except OSError as error:  # a timeout is one, too
         why = str(error) or f"no answer within {REACH_S:.0f} s"
         raise TransportError(f"the broker at {host}:{port} cannot be reached: {why}") from error
-    writer.close()
 
 
 async def federate(

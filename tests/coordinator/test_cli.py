@@ -41,6 +41,7 @@ from fedge.transport import Transport
 from tests.support.broker import settings as broker_settings
 from tests.support.device import IN_0_1, LAYOUT, TASK, RawDevice
 from tests.support.identities import Authority, OpenBroker
+from tests.support.tcp import TcpServer
 
 WAIT_S = 300.0
 
@@ -212,12 +213,10 @@ async def test_status_asks_a_broker_as_whom_it_is_told(tmp_path: Path) -> None:
     async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         said.append(await reader.read(1000))
         writer.write(bytes([0x20, 3, 0, 0x87, 0]))  # CONNACK: not authorised
-        await writer.drain()
-        writer.close()
 
-    async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
-        config, port = tmp_path / "fedge.toml", server.sockets[0].getsockname()[1]
-        config.write_text(f'[status]\nbroker = "127.0.0.1:{port}"\nusername = "from the file"\n')
+    async with TcpServer(refuse) as server:
+        config = tmp_path / "fedge.toml"
+        config.write_text(f'[status]\nbroker = "127.0.0.1:{server.port}"\nusername = "from the file"\n')
         flags = ["--config", str(config), "--federation", "f", "--username", "me"]
         environment = os.environ | {"FEDGE_STATUS_PASSWORD": "hunter2"}
         refused = await asyncio.to_thread(run_fedge, "status", *flags, env=environment)

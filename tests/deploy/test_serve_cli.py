@@ -16,6 +16,7 @@ from deploy.serve_cli import INTERRUPTED, ServeSettings, serve
 from deploy.slots import Slots, owned
 from fedge.config import describe
 from fedge.errors import ConfigError, TransportError, UpdateRejected
+from tests.support.tcp import TcpServer
 
 from .bundles import GOLDEN, broken_gate, other_gate, source, variant
 from .serve_process import PATIENCE, X, ask, process
@@ -176,13 +177,12 @@ async def test_http_goes_on_with_a_broker_that_refuses_us_or_certificates_that_a
     async def refuse(reader, writer):
         await reader.read(1)
         writer.write(b"\x20\x03\x00\x87\x00")  # CONNACK: not authorized
-        writer.close()
 
     home = tmp_path / "home"
     run(home, variant(tmp_path / "4", release=4))
     (tmp_path / "ca.crt").write_bytes(b"\0")
-    async with await asyncio.start_server(refuse, "127.0.0.1") as broker:
-        address = f"127.0.0.1:{broker.sockets[0].getsockname()[1]}"
+    async with TcpServer(refuse) as broker:
+        address = f"127.0.0.1:{broker.port}"
         flags = ("--home", home, "--broker", address, "--federation", "shop", "--id", "cam1")
         for more, says in (((), "Not authorized"), (("--ca-file", tmp_path / "ca.crt"), "holds no certificates")):
             async with process(*flags, *more) as (child, _, session), asyncio.timeout(PATIENCE):

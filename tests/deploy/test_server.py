@@ -24,6 +24,8 @@ from deploy.serving import Fixed
 from deploy.slots import Slots
 from fedge.errors import TransportError
 from fedge.port import MAX_CONNECTIONS, SILENT_S, _Phase
+from fedge.streams import connection
+from tests.support.tcp import connections
 
 from .bundles import GOLDEN, digest, other_gate, source, variant
 from .serving import binary, body, golden, served
@@ -97,11 +99,10 @@ async def test_over_tls_it_answers_who_trusts_it_and_outlives_who_does_not_speak
     async with serving(tls=here) as (server, _):
         assert server.url.startswith("https://127.0.0.1:")
         host, port = server.url.removeprefix("https://").split(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(b"GET /v2/health/live HTTP/1.1\r\n\r\n")
-        with contextlib.suppress(ConnectionError):
-            assert b"live" not in await reader.read()
-        writer.close()
+        async with connection(host, int(port)) as (reader, writer):
+            writer.write(b"GET /v2/health/live HTTP/1.1\r\n\r\n")
+            with contextlib.suppress(ConnectionError):
+                assert b"live" not in await reader.read()
         async with aiohttp.ClientSession(server.url, connector=aiohttp.TCPConnector(ssl=there)) as session:
             await still_answers(session)
             assert await ask(session, path="/v2/health/ready", method="GET") == (200, {"ready": True})
@@ -355,13 +356,12 @@ async def test_what_is_no_http_closes_that_connection_alone():
             rng.randbytes(5000),
             b"POST " + b"a" * 70_000,
         ):
-            reader, writer = await asyncio.open_connection(host, int(port))
-            writer.write(data)
-            if writer.can_write_eof():
-                writer.write_eof()
-            answer = await asyncio.wait_for(reader.read(), 300)
-            assert answer == b"" or answer.startswith(b"HTTP/1.")
-            writer.close()
+            async with connection(host, int(port)) as (reader, writer):
+                writer.write(data)
+                if writer.can_write_eof():
+                    writer.write_eof()
+                answer = await asyncio.wait_for(reader.read(), 300)
+                assert answer == b"" or answer.startswith(b"HTTP/1.")
         await still_answers(session)
 
 
@@ -405,33 +405,27 @@ async def test_slow_bodies_and_heads_are_cut_off(limits):
     limits(BODY_TIMEOUT_S=0.2, HEAD_TIMEOUT_S=0.2)
     async with serving() as (server, session):
         host, port = server.url.removeprefix("http://").split(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(f"POST {INFER} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{{".encode())
-        answer = await asyncio.wait_for(reader.read(), 300)
-        assert answer.startswith(b"HTTP/1.1 408")
-        assert b'"error":"the body took longer' in answer
-        writer.close()
+        async with connection(host, int(port)) as (reader, writer):
+            writer.write(f"POST {INFER} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{{".encode())
+            answer = await asyncio.wait_for(reader.read(), 300)
+            assert answer.startswith(b"HTTP/1.1 408")
+            assert b'"error":"the body took longer' in answer
 
-        reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(b"POST /v2 HTTP/1.1\r\nHost:")
-        assert await asyncio.wait_for(reader.read(), 300) == b""
-        writer.close()
+        async with connection(host, int(port)) as (reader, writer):
+            writer.write(b"POST /v2 HTTP/1.1\r\nHost:")
+            assert await asyncio.wait_for(reader.read(), 300) == b""
         await still_answers(session)
 
 
 async def test_a_connection_too_many_is_turned_away():
     async with serving() as (server, session):
         host, port = server.url.removeprefix("http://").split(":")
-        held = [await asyncio.open_connection(host, int(port)) for _ in range(MAX_CONNECTIONS)]
-        await asyncio.sleep(0.05)
-        reader, writer = await asyncio.open_connection(host, int(port))
-        answer = await asyncio.wait_for(reader.read(), 300)
-        writer.close()
-        assert answer.startswith(b"HTTP/1.1 503")
-        assert b"Retry-After: 1" in answer
-        for _, writer in held:
-            writer.close()
-            await writer.wait_closed()
+        async with connections(host, int(port), MAX_CONNECTIONS):
+            await asyncio.sleep(0.05)
+            async with connection(host, int(port)) as (reader, _):
+                answer = await asyncio.wait_for(reader.read(), 300)
+            assert answer.startswith(b"HTTP/1.1 503")
+            assert b"Retry-After: 1" in answer
         await asyncio.sleep(0.05)
         await still_answers(session)
 
@@ -446,16 +440,10 @@ async def until(condition):
 async def holding(server, n, first=b""):
     """The writers of connections that say this and then nothing."""
     host, port = server.url.removeprefix("http://").split(":")
-    found = [writer for _, writer in [await asyncio.open_connection(host, int(port)) for _ in range(n)]]
-    try:
-        for writer in found:
+    async with connections(host, int(port), n) as found:
+        for _, writer in found:
             writer.write(first)
-        yield found
-    finally:
-        for writer in found:
-            writer.close()
-            with contextlib.suppress(ConnectionError):
-                await writer.wait_closed()
+        yield [writer for _, writer in found]
 
 
 SLOW = f"POST {INFER} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{{".encode()

@@ -15,6 +15,8 @@ from aiohttp import web
 from fedge.errors import TransportError
 from fedge.logs import LINES_PER_MINUTE
 from fedge.port import MAX_CONNECTIONS, MAX_HEALTH_CONNECTIONS, SILENT_S, TOO_MANY, Port
+from fedge.streams import connection
+from tests.support.tcp import connections
 from tests.support.waiting import until
 
 trustme = pytest.importorskip("trustme")
@@ -47,14 +49,8 @@ async def listening(port: Port) -> AsyncIterator[tuple[str, int]]:
 @contextlib.asynccontextmanager
 async def silent(address: tuple[str, int], n: int) -> AsyncIterator[list[asyncio.StreamWriter]]:
     """Writers of connections that say nothing."""
-    found = [(await asyncio.open_connection(*address))[1] for _ in range(n)]
-    try:
-        yield found
-    finally:
-        for writer in found:
-            writer.close()
-            with contextlib.suppress(ConnectionError):
-                await writer.wait_closed()
+    async with connections(*address, n) as found:
+        yield [writer for _, writer in found]
 
 
 @pytest.fixture
@@ -103,10 +99,13 @@ async def test_places_come_back_when_tls_fails_is_cut_off_or_is_never_finished(
 
 async def test_whoever_finds_no_place_is_told_so() -> None:
     port = Port("127.0.0.1", 0, places=2)
-    async with asyncio.timeout(300), listening(port) as address, silent(address, 2):
-        reader, writer = await asyncio.open_connection(*address)
+    async with (
+        asyncio.timeout(300),
+        listening(port) as address,
+        silent(address, 2),
+        connection(*address) as (reader, _),
+    ):
         assert await reader.read() == TOO_MANY
-        writer.close()
 
 
 async def test_bytes_that_are_not_http_are_few_lines_and_a_bug_of_ours_a_traceback(
@@ -115,10 +114,9 @@ async def test_bytes_that_are_not_http_are_few_lines_and_a_bug_of_ours_a_traceba
     caplog.set_level(logging.WARNING)
     async with asyncio.timeout(300), listening(port := Port("127.0.0.1", 0)) as address:
         for _ in range(3 * LINES_PER_MINUTE):
-            reader, writer = await asyncio.open_connection(*address)
-            writer.write(b"GET / HTTP/9.9\r\n\r\n")
-            assert b" 400 " in await reader.read()
-            writer.close()
+            async with connection(*address) as (reader, writer):
+                writer.write(b"GET / HTTP/9.9\r\n\r\n")
+                assert b" 400 " in await reader.read()
         assert {record.message.partition(" ")[0] for record in caplog.records} == {"event=malformed_request"}
         assert LINES_PER_MINUTE <= len(caplog.records) <= 2 * LINES_PER_MINUTE
         assert 'address=127.0.0.1 reason="400, message: Bad status line: Invalid HTTP version' in caplog.text

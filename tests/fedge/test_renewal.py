@@ -7,6 +7,7 @@ import datetime as dt
 import logging
 import ssl
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,10 @@ from fedge.errors import TransportError
 from fedge.renewal import Renewal
 from fedge.topics import Topics
 from fedge.transport import BrokerSettings, Inbound, Transport
+from tests.support.broker import transport as over
 from tests.support.federation import NAME
 from tests.support.identities import Authority, TlsBroker
+from tests.support.tcp import TcpServer
 from tests.support.waiting import until
 
 TOPICS = Topics(NAME)
@@ -164,18 +167,16 @@ async def test_a_broker_that_refuses_to_tell_of_certificates_ends_nothing(
             await writer.drain()
         if connections > 1:
             await reader.read()
-        writer.close()
 
     authority = Authority(tmp_path / "f")
     tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     tls.load_cert_chain(authority.folder / "broker/own.crt", authority.folder / "broker/own.key")
-    server = await asyncio.start_server(refuse, "127.0.0.1", 0, ssl=tls)
     files = {key: str(path) for key, path in authority.client("cam1").items()}
-    port = server.sockets[0].getsockname()[1]
-    one = Transport(BrokerSettings("127.0.0.1", port, **files), "one")  # type: ignore[arg-type]
-    await Renewal(one, TOPICS, "cam1").attach()
-    await one.subscribe("orders", lambda _: asyncio.sleep(0))
-    async with server, one:
+    async with TcpServer(refuse, tls=tls) as server, AsyncExitStack() as stack:
+        one = over(server, "one", **files)
+        await Renewal(one, TOPICS, "cam1").attach()
+        await one.subscribe("orders", lambda _: asyncio.sleep(0))
+        await stack.enter_async_context(one)
         await until(lambda: connections == 2 and one.connected)
     assert caplog.text.count("event=not_renewed") == 1
     assert "`fedge provision broker` again" in caplog.text

@@ -13,6 +13,7 @@ import pytest
 from fedge.errors import ConfigError
 from fedge.route import Address, Proxy, ProxyError, connect, other_than_mqtt, outage, parse_address, parse_proxy
 from tests.support.proxies import ProxyServer
+from tests.support.tcp import TcpServer
 
 WAIT_S = 20.0
 
@@ -92,10 +93,9 @@ async def greeter() -> AsyncIterator[int]:
 
     async def greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"hello")
-        writer.close()
 
-    async with await asyncio.start_server(greet, "localhost", 0) as server:
-        yield server.sockets[0].getsockname()[1]
+    async with TcpServer(greet, "localhost") as server:
+        yield server.port
 
 
 async def hear(url: str, host: str, port: int) -> bytes:
@@ -121,10 +121,9 @@ async def test_through_a_proxy_which_looks_up_names(greeter: int, kind: str, log
 async def test_an_address_of_ipv6_through_a_proxy(kind: str) -> None:
     async def greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"hello")
-        writer.close()
 
-    async with await asyncio.start_server(greet, "::1", 0) as server, ProxyServer(kind) as proxy:
-        assert await hear(proxy.url, "::1", server.sockets[0].getsockname()[1]) == b"hello"
+    async with TcpServer(greet, "::1") as server, ProxyServer(kind) as proxy:
+        assert await hear(proxy.url, "::1", server.port) == b"hello"
 
 
 @pytest.mark.parametrize(
@@ -185,10 +184,9 @@ async def test_what_speaks_in_place_of_a_broker(answer: bytes, path: str | None,
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         assert (await reader.readuntil(b"\r\n\r\n")).startswith(f"GET {path or '/mqtt'} HTTP/1.1\r\n".encode())
         writer.write(answer)
-        writer.close()
 
-    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
-        address = Address("127.0.0.1", server.sockets[0].getsockname()[1], path)
+    async with TcpServer(serve) as server:
+        address = Address("127.0.0.1", server.port, path)
         found = await asyncio.to_thread(other_than_mqtt, address, None, lambda: None)
     assert found.startswith(told)
     assert bool(found) == bool(told)

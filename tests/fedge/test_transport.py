@@ -33,6 +33,7 @@ from fedge.transport import (
     chunk_bytes_for,
 )
 from tests.support.broker import OwnBroker, ask, open_broker, say, transport
+from tests.support.tcp import TcpServer
 from tests.support.waiting import until
 
 WAIT_S = 20.0
@@ -472,27 +473,24 @@ async def test_busy_thread_does_not_starve_the_keep_alive(mosquitto, caplog):
 # ------------------------------------------------------------------------------------- brokers that say strange things
 
 
-async def answering(connack: bytes):
+def answering(connack: bytes):
     """A server that answers each CONNECT with these bytes."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(1)
         writer.write(connack)
         await reader.read()
-        writer.close()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    return server, BrokerSettings("127.0.0.1", server.sockets[0].getsockname()[1])
+    return TcpServer(serve)
 
 
 @pytest.mark.parametrize(
     ("code", "reason"), [(0x86, "Bad user name or password"), (0x87, "Not authorized"), (0x85, "Client identifier")]
 )
 async def test_final_refusal_is_raised_with_its_reason(code, reason):
-    server, settings = await answering(bytes([0x20, 3, 0, code, 0]))
-    async with server:
+    async with answering(bytes([0x20, 3, 0, code, 0])) as server:
         with pytest.raises(TransportError, match=reason):
-            await Transport(settings, "one").__aenter__()
+            await transport(server, "one").__aenter__()
 
 
 async def test_refused_by_a_broker_of_3_1_1():
@@ -503,29 +501,23 @@ async def test_refused_by_a_broker_of_3_1_1():
         await reader.read(1)
         writer.write(bytes([0x20, 2, 0, next(codes)]))
         await reader.read()
-        writer.close()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    async with server:
-        settings = BrokerSettings("127.0.0.1", server.sockets[0].getsockname()[1])
+    async with TcpServer(serve) as server:
         with pytest.raises(TransportError, match="Bad user name or password"):
-            await asyncio.wait_for(Transport(settings, "one").__aenter__(), WAIT_S)
+            await asyncio.wait_for(transport(server, "one").__aenter__(), WAIT_S)
 
 
 async def test_a_broker_that_closes_on_us_is_explained_once_and_then_left_in_peace(no_back_off, caplog):
     """As Mosquitto does to a client without a certificate: the TLS handshake succeeds, then it hangs up."""
     connections = 0
 
-    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def hang_up(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
         nonlocal connections
         connections += 1
         await reader.read(1)
-        writer.close()
 
-    server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
-    async with server:
-        settings = BrokerSettings("127.0.0.1", server.sockets[0].getsockname()[1])
-        trying = asyncio.create_task(Transport(settings, "one").__aenter__())
+    async with TcpServer(hang_up) as server:
+        trying = asyncio.create_task(transport(server, "one").__aenter__())
         await until(lambda: connections >= 2 * SLOW_AFTER)
         await asyncio.sleep(0.5)
         assert not trying.done()
@@ -604,14 +596,11 @@ class HangsUp:
                     break
                 start = 2 + int.from_bytes(body[:2])
                 writer.write(bytes([0x40, 2]) + body[start : start + 2])
-        writer.close()
 
 
 async def test_chunks_are_halved_when_connections_break_under_them(caplog, no_back_off):
     broker = HangsUp(20_000)
-    server = await asyncio.start_server(broker, "127.0.0.1", 0)
-    one = Transport(BrokerSettings("127.0.0.1", server.sockets[0].getsockname()[1]), "one")
-    async with server, asyncio.timeout(WAIT_S), one:
+    async with TcpServer(broker) as server, asyncio.timeout(WAIT_S), transport(server, "one") as one:
         for _ in range(2):
             with pytest.raises(TooLargeError):
                 await one.publish("t", bytes(one.chunk_bytes), chunk=True)
@@ -623,8 +612,6 @@ async def test_chunks_are_halved_when_connections_break_under_them(caplog, no_ba
 
 async def test_chunks_grow_back_by_one_step_for_each_connection_that_took_them(no_back_off):
     broker = HangsUp(20_000)
-    server = await asyncio.start_server(broker, "127.0.0.1", 0)
-    one = Transport(BrokerSettings("127.0.0.1", server.sockets[0].getsockname()[1]), "one")
 
     async def reconnected() -> int:
         """The size of chunks on the next connection."""
@@ -633,7 +620,7 @@ async def test_chunks_grow_back_by_one_step_for_each_connection_that_took_them(n
         await until(lambda: len(broker.clients) > before and one.connected)
         return one.chunk_bytes // 1024
 
-    async with server, asyncio.timeout(WAIT_S), one:
+    async with TcpServer(broker) as server, asyncio.timeout(WAIT_S), transport(server, "one") as one:
         for _ in range(2):
             with pytest.raises(TooLargeError):
                 await one.publish("t", bytes(one.chunk_bytes), chunk=True)
@@ -674,21 +661,17 @@ async def test_a_message_that_a_busy_broker_did_not_take_goes_out_again(caplog, 
             await read_packet(reader)
             writer.write(answer)
         await reader.read()
-        writer.close()
 
-    server = await asyncio.start_server(busy, "127.0.0.1", 0)
-    one = Transport(BrokerSettings("127.0.0.1", server.sockets[0].getsockname()[1]), "one")
-    async with server, asyncio.timeout(WAIT_S), one:
+    async with TcpServer(busy) as server, asyncio.timeout(WAIT_S), transport(server, "one") as one:
         await one.publish("t", b"x")
     assert "event=publish_again topic=t reason='Quota exceeded (0x97): we come again" in caplog.text
 
 
 async def test_a_broker_that_ends_each_connection_for_good_ends_us(no_back_off, caplog):
     """DISCONNECT with Not authorized, whenever we are in."""
-    server, settings = await answering(bytes([0x20, 3, 0, 0, 0, 0xE0, 1, 0x87]))
-    async with server, asyncio.timeout(WAIT_S):
+    async with answering(bytes([0x20, 3, 0, 0, 0, 0xE0, 1, 0x87])) as server, asyncio.timeout(WAIT_S):
         with pytest.raises(TransportError, match=r"disconnects us: Not authorized \(0x87\): see the broker's access"):
-            async with Transport(settings, "one"):
+            async with transport(server, "one"):
                 await asyncio.Event().wait()
     assert caplog.text.count("event=disconnected") == 3
 
@@ -705,11 +688,8 @@ async def test_a_broker_without_shares_that_does_not_say_so(tmp_path):
             filters.append(body[5:-1])
             writer.write(bytes([0x90, 4]) + body[:2] + bytes([0, code]))
         await reader.read()
-        writer.close()
 
-    server = await asyncio.start_server(no_shares, "127.0.0.1", 0)
-    one = Transport(BrokerSettings("127.0.0.1", server.sockets[0].getsockname()[1]), "one")
-    async with server, asyncio.timeout(WAIT_S), one:
+    async with TcpServer(no_shares) as server, asyncio.timeout(WAIT_S), transport(server, "one") as one:
         await one.subscribe("$share/g/t/+", Inbox())
     assert filters == [b"$share/g/t/+", b"t/+"]
 
@@ -753,8 +733,7 @@ async def test_a_broker_that_is_full_says_nothing_and_the_log_does(mosquitto_pro
 
 async def test_a_network_that_is_gone_is_told_as_such(caplog):
     """CONNACK with a keep-alive of one second, and then nothing any more."""
-    server, settings = await answering(bytes([0x20, 6, 0, 0, 3, 0x13, 0, 1]))
-    async with server, Transport(settings, "one"):
+    async with answering(bytes([0x20, 6, 0, 0, 3, 0x13, 0, 1])) as server, transport(server, "one"):
         await until(lambda: "event=disconnected" in caplog.text)
     assert NO_ANSWER in caplog.text
 
@@ -762,9 +741,8 @@ async def test_a_network_that_is_gone_is_told_as_such(caplog):
 async def test_receive_maximum_of_the_server_narrows_the_window():
     """CONNACK with Receive Maximum 2: two publishes come, the third waits for an acknowledgement."""
     connack = bytes([0x20, 6, 0, 0, 3, 0x21, 0, 2])
-    server, settings = await answering(connack)
-    async with server:
-        one = Transport(settings, "one")
+    async with answering(connack) as server:
+        one = transport(server, "one")
         await one.__aenter__()
         tasks = [asyncio.create_task(one.publish("t", b"x")) for _ in range(5)]
         await asyncio.sleep(0)
@@ -776,8 +754,7 @@ async def test_receive_maximum_of_the_server_narrows_the_window():
 
 async def test_reason_of_a_disconnect_is_logged(caplog):
     """CONNACK, then DISCONNECT with 0x8E."""
-    server, settings = await answering(bytes([0x20, 3, 0, 0, 0, 0xE0, 1, 0x8E]))
-    async with server, Transport(settings, "one"):
+    async with answering(bytes([0x20, 3, 0, 0, 0, 0xE0, 1, 0x8E])) as server, transport(server, "one"):
         await until(lambda: "Session taken over" in caplog.text)
     assert "event=disconnected client=one" in caplog.text
 

@@ -58,6 +58,7 @@ from fedge.masking import (
 from fedge.messages import Announcement, BlobRef, Codec, Order, Outcome, Report, Rollout, RolloutState
 from fedge.sealed import Envelope, Signed
 from fedge.step import body_of, installed_steps, read_action, read_result
+from fedge.streams import connection
 from fedge.task import Preprocessing, TaskSpec
 from fedge.tasks import task_spec
 from fedge.tasks.arrays import class_names, read
@@ -447,18 +448,16 @@ def http(data: bytes) -> None:
 
 
 async def _ask(address: tuple[str, int], data: bytes) -> None:
-    reader, writer = await asyncio.open_connection(*address)
-    writer.write(data)
-    with contextlib.suppress(ConnectionError, TimeoutError):
-        async with asyncio.timeout(PATIENCE_S):  # or it waits for more
-            answer = await reader.read(MAX_ANSWER)
-            assert not answer or answer.startswith(b"HTTP/"), answer[:100]
-            assert b" 500 " not in answer[:13], answer[:300]
-    writer.close()
-    reader, writer = await asyncio.open_connection(*address)
-    writer.write(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-    assert (await reader.read()).startswith(b"HTTP/1.1 200 OK")
-    writer.close()
+    async with connection(*address) as (reader, writer):
+        writer.write(data)
+        with contextlib.suppress(ConnectionError, TimeoutError):
+            async with asyncio.timeout(PATIENCE_S):  # or it waits for more
+                answer = await reader.read(MAX_ANSWER)
+                assert not answer or answer.startswith(b"HTTP/"), answer[:100]
+                assert b" 500 " not in answer[:13], answer[:300]
+    async with connection(*address) as (reader, writer):
+        writer.write(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        assert (await reader.read()).startswith(b"HTTP/1.1 200 OK")
 
 
 PATIENCE_S: Final = 0.02

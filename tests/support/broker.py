@@ -15,6 +15,7 @@ from paho.mqtt.properties import Properties
 from fedge import child
 from fedge.broker import LocalBroker, free_port, mosquitto_config, mosquitto_path
 from fedge.transport import BrokerSettings, Transport, Will
+from tests.support.tcp import TcpServer
 
 BROKERS = [
     pytest.param(
@@ -44,12 +45,14 @@ def open_broker(home: Path, *lines: str) -> OwnBroker:
     return OwnBroker(home / "broker", "listener {port} 127.0.0.1", "allow_anonymous true", *lines)
 
 
-def settings(broker: LocalBroker, **changes: object) -> BrokerSettings:
+def settings(broker: LocalBroker | TcpServer, **changes: object) -> BrokerSettings:
     """How to reach a broker that a test started."""
     return BrokerSettings(broker.host, broker.port, **changes)
 
 
-def transport(broker: LocalBroker, client_id: str, will: Will | None = None, **changes: object) -> Transport:
+def transport(
+    broker: LocalBroker | TcpServer, client_id: str, will: Will | None = None, **changes: object
+) -> Transport:
     """A transport to a broker that a test started; not entered yet."""
     return Transport(settings(broker, **changes), client_id, will=will)
 

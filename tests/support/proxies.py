@@ -5,10 +5,15 @@ from __future__ import annotations
 import asyncio
 import base64
 import socket
-from typing import Self
+from contextlib import AsyncExitStack
+
+from fedge.streams import connection
+from tests.support.tcp import TcpServer
+
+Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-class ProxyServer:
+class ProxyServer(TcpServer):
     """A proxy on this machine. Async context manager. `targets`: to whom it has connected somebody.
 
     login: USER:PASSWORD that it wants. forbids: a port that it connects nobody with. answers: what it says in place of
@@ -16,57 +21,38 @@ class ProxyServer:
     """
 
     def __init__(self, kind: str, *, login: str = "", forbids: int = 0, answers: bytes = b"") -> None:
+        super().__init__(self._serve)
         self.kind, self.login, self.forbids, self.answers = kind, login, forbids, answers
         self.targets: list[tuple[str, int]] = []
-        self._serving: set[asyncio.Task[None]] = set()
 
     @property
     def url(self) -> str:
         """As `--proxy` has it."""
-        port = self._server.sockets[0].getsockname()[1]
-        return f"{self.kind}://{self.login + '@' if self.login else ''}127.0.0.1:{port}"
-
-    async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        self._server.close()
-        for task in self._serving:
-            task.cancel()
-        await asyncio.gather(*self._serving, return_exceptions=True)
+        return f"{self.kind}://{self.login + '@' if self.login else ''}127.0.0.1:{self.port}"
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._serving.add(task)
-        task.add_done_callback(self._serving.discard)
-        try:
-            if self.answers:
-                await reader.read(1)
-                writer.write(self.answers)
-                return
-            serve = self._http if self.kind == "http" else self._socks
-            if (target := await serve(reader, writer)) is not None:
+        if self.answers:
+            await reader.read(1)
+            writer.write(self.answers)
+            return
+        serve = self._http if self.kind == "http" else self._socks
+        async with AsyncExitStack() as stack:
+            if (target := await serve(reader, writer, stack)) is not None:
                 await _relay(reader, writer, *target)
-        except (OSError, asyncio.IncompleteReadError):
-            pass
-        finally:
-            await _close(writer)
 
-    async def _open(self, host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
+    async def _connect(self, host: str, port: int, stack: AsyncExitStack) -> Ends | None:
         if port == self.forbids:
             return None
         try:
-            target = await asyncio.open_connection(host, port)
+            target = await stack.enter_async_context(connection(host, port))
         except OSError:
             return None
         self.targets.append((host, port))
         return target
 
     async def _http(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, stack: AsyncExitStack
+    ) -> Ends | None:
         first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
         method, where, _ = first.split(" ")
         assert method == "CONNECT"
@@ -76,14 +62,14 @@ class ProxyServer:
             writer.write(b'HTTP/1.1 407 Proxy Authentication Required\r\nProxy-Authenticate: Basic realm="x"\r\n\r\n')
             return None
         host, _, port = where.rpartition(":")
-        target = await self._open(host.strip("[]"), int(port))
+        target = await self._connect(host.strip("[]"), int(port), stack)
         said = b"HTTP/1.1 403 Forbidden" if target is None else b"HTTP/1.1 200 Connection established\r\nVia: it"
         writer.write(said + b"\r\n\r\n")
         return target
 
     async def _socks(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, stack: AsyncExitStack
+    ) -> Ends | None:
         _, n = await reader.readexactly(2)
         wanted = 2 if self.login else 0
         method = wanted if wanted in await reader.readexactly(n) else 255
@@ -105,7 +91,7 @@ class ProxyServer:
             family = socket.AF_INET if kind == 1 else socket.AF_INET6
             host = socket.inet_ntop(family, await reader.readexactly(4 if kind == 1 else 16))
         port = int.from_bytes(await reader.readexactly(2))
-        target = await self._open(host, port)
+        target = await self._connect(host, port, stack)
         if target is None:
             writer.write(bytes([5, 2 if port == self.forbids else 5, 0, 1, 0, 0, 0, 0, 0, 0]))
         else:
@@ -130,15 +116,3 @@ async def _relay(
         for way in ways:
             way.cancel()
         await asyncio.gather(*ways, return_exceptions=True)
-        await _close(to)
-
-
-async def _close(writer: asyncio.StreamWriter) -> None:
-    writer.close()
-    try:
-        await writer.wait_closed()
-    except OSError:
-        pass
-    except asyncio.CancelledError:
-        writer.transport.abort()  # whoever should read the rest is slow
-        raise

@@ -23,6 +23,7 @@ from coordinator.simulation.settings import DemoSettings
 from fedge.broker import LocalBroker, free_port
 from fedge.errors import ConfigError, TransportError
 from fedge.sgd import Sgd
+from fedge.streams import connection
 from fedge.tasks import device_data, labelled, task_spec
 from tests.support.simulation import digits
 
@@ -108,15 +109,12 @@ async def test_a_wrong_address_is_refused() -> None:
 
 
 async def test_our_own_broker_runs_and_ends(tmp_path: Path) -> None:
-    import asyncio
-
     async with broker_of(DemoSettings(out=tmp_path)) as (address, name):
         host, port = address.split(":")
-        _, writer = await asyncio.open_connection(host, int(port))
-        writer.close()
-        assert name in {"mosquitto", "amqtt"}
+        async with connection(host, int(port)):
+            assert name in {"mosquitto", "amqtt"}
     with pytest.raises(OSError, match=r"."):
-        await asyncio.open_connection(host, int(port))
+        await connection(host, int(port)).__aenter__()
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,9 @@ from coordinator.watch import Watch
 from fedge.errors import TransportError
 from fedge.logs import LINES_PER_MINUTE
 from fedge.port import _Phase
+from fedge.streams import connection
 from tests.support.shop import EVIL, NOW, make_shop
+from tests.support.tcp import connections
 from tests.support.waiting import until
 
 TOKEN = "0123456789abcdef"
@@ -190,19 +192,18 @@ async def test_who_connects_and_says_nothing_locks_nobody_out(store: Store, tmp_
         url = json.loads(await page.stdout.readline())["url"]
         psutil.Process(page.pid).rlimit(psutil.RLIMIT_NOFILE, (400, 400))
         port = int(url.rstrip("/").rpartition(":")[2])
-        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(600)]
         status = 503
-        async with asyncio.timeout(300), ClientSession(url, cookie_jar=CookieJar(unsafe=True)) as http:
+        async with (
+            asyncio.timeout(300),
+            connections("127.0.0.1", port, 600),
+            ClientSession(url, cookie_jar=CookieJar(unsafe=True)) as http,
+        ):
             while status == 503:
                 async with http.post("api/login", json={"token": token_of(tmp_path, None)}) as answer:
                     status = answer.status
             assert status == 200
             async with http.get("api/state") as answer:
                 assert answer.status == 200
-        for _, writer in silent:
-            writer.close()
-            with contextlib.suppress(ConnectionError):
-                await writer.wait_closed()
         page.terminate()
         await page.wait()
         log.seek(0)
@@ -216,10 +217,9 @@ async def test_bytes_that_are_not_http_are_a_line(running: Page, caplog: pytest.
         b"POST /api/login HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
         b"POST /api/login HTTP/1.1\r\nHost: a\r\nContent-Encoding: gzip\r\nContent-Length: 5\r\n\r\nabcde",
     ):
-        reader, writer = await asyncio.open_connection("127.0.0.1", running._port.number)
-        writer.write(said)
-        assert b" 400 Bad Request\r\n" in await reader.read()
-        writer.close()
+        async with connection("127.0.0.1", running._port.number) as (reader, writer):
+            writer.write(said)
+            assert b" 400 Bad Request\r\n" in await reader.read()
     assert [record.message.partition(" ")[0] for record in caplog.records] == ["event=malformed_request"] * 4
     assert not any(record.exc_info for record in caplog.records)
 
@@ -229,10 +229,10 @@ async def test_clients_that_leave_in_the_middle_of_a_request_are_a_line(
 ) -> None:
     caplog.set_level(logging.INFO)
     for _ in range(3):
-        _, writer = await asyncio.open_connection("127.0.0.1", running._port.number)
-        writer.write(b"POST /api/login HTTP/1.1\r\nHost: a\r\nContent-Length: 3000\r\n\r\n{")
-        await until(lambda: any(one.phase is _Phase.BODY for one in running._port.connections))
-        writer.transport.abort()
+        async with connection("127.0.0.1", running._port.number) as (_, writer):
+            writer.write(b"POST /api/login HTTP/1.1\r\nHost: a\r\nContent-Length: 3000\r\n\r\n{")
+            await until(lambda: any(one.phase is _Phase.BODY for one in running._port.connections))
+            writer.transport.abort()
         await until(lambda: not running._port.connections)
     await until(lambda: caplog.text.count("event=client_gone") == 3)
     assert not any(record.exc_info for record in caplog.records)
@@ -266,12 +266,11 @@ async def test_a_header_of_any_bytes_is_no_token(store: Store, tmp_path: Path) -
     assert store
     async with page(tmp_path, "127.0.0.1") as shown:
         for header in (b"Authorization: Bearer " + TOKEN.encode() + b"\xff", b"Authorization: \xff"):
-            reader, writer = await asyncio.open_connection("127.0.0.1", shown._port.number)
-            writer.write(
-                b"GET /metrics HTTP/1.1\r\nHost: proxy.example\r\nConnection: close\r\n" + header + b"\r\n\r\n"
-            )
-            assert (await reader.read()).startswith(b"HTTP/1.1 401 ")
-            writer.close()
+            async with connection("127.0.0.1", shown._port.number) as (reader, writer):
+                writer.write(
+                    b"GET /metrics HTTP/1.1\r\nHost: proxy.example\r\nConnection: close\r\n" + header + b"\r\n\r\n"
+                )
+                assert (await reader.read()).startswith(b"HTTP/1.1 401 ")
 
 
 async def test_a_page_without_a_certificate_says_that_the_token_is_in_clear(

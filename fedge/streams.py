@@ -1,0 +1,33 @@
+"""TCP connections of asyncio, whose sockets are closed when their block ends, whichever way it ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+
+@asynccontextmanager
+async def connection(host: str, port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A connection for the block.
+
+    Raises:
+        OSError: nobody listens there.
+    """
+    reader, writer = await asyncio.open_connection(host, port)  # noqa: TID251 - its one place
+    try:
+        yield reader, writer
+    finally:
+        await close(writer)
+
+
+async def close(writer: asyncio.StreamWriter) -> None:
+    """Close a connection and wait for it: a loop that ends before would leave the socket open."""
+    writer.close()
+    try:
+        await writer.wait_closed()
+    except OSError:  # the other side was quicker
+        pass
+    except asyncio.CancelledError:
+        writer.transport.abort()  # whoever should read the rest is slow
+        raise
