@@ -405,6 +405,8 @@ class _Part:
             if self._closed:
                 return
             for start, end in pieces:
+                if start < self._hashed:  # other bytes were there
+                    self._hasher, self._hashed = hashlib.sha256(), 0
                 data = memoryview(payload)[start - offset : end - offset]
                 _write_all(self._data, data, start)
                 self._note(start, end)
@@ -550,11 +552,12 @@ class Receiver:
         return self._folder.path(ref.digest)
 
     async def _fetch(self, ref: BlobRef, chunks: str, wants: str, device_id: str, patience_s: float) -> None:
-        for _ in range(MAX_ATTEMPTS):
+        for attempt in range(MAX_ATTEMPTS):
             if ref.digest in self._folder:
                 return
             part = _Part(self._folder, ref, durable=self._durable)
             fetch = _Fetch(ref, part, self._pace)
+            fetch.whole_only = bool(attempt) and ref.size_bytes <= self._transport.chunk_bytes
             self._fetches.add(fetch)
             try:
                 await self._transfer(fetch, chunks, wants, device_id, patience_s)
@@ -643,6 +646,9 @@ class _Fetch:
         self.quiet_s = 0.0
         """For how long nothing new has come although the broker was there."""
         self.asked_at: float | None = None
+        self.whole_only = False
+        """Whether pieces are ignored until nothing comes: some were wrong, and the sender needs one chunk alone, unless
+        it has found a limit of the broker's."""
         self.wrong = False
         """Whether the whole blob came in one chunk and was not right: that is known at once, and changes nothing."""
         self._pace = pace
@@ -657,17 +663,17 @@ class _Fetch:
         if not (level.isascii() and level.isdigit() and len(level) < 16):
             raise ProtocolError("malformed", f"{level!r} is not a byte offset")
         offset = int(level)
-        if (
-            len(message.payload) == self.ref.size_bytes
-            and hashlib.sha256(message.payload).hexdigest() != self.ref.digest
-        ):
+        whole = len(message.payload) == self.ref.size_bytes
+        if whole and hashlib.sha256(message.payload).hexdigest() != self.ref.digest:
             self.wrong = True
+            return
+        if self.whole_only and not whole:
             return
         pieces = self.receiving.arrived(offset, len(message.payload))
         if not pieces or self._failure is not None:
             return
         try:
-            self._part.write(offset, message.payload, pieces)
+            self._part.write(offset, message.payload, [(0, self.ref.size_bytes)] if whole else pieces)
         except OSError as error:
             self._failure = error
         else:
@@ -695,6 +701,7 @@ class _Fetch:
             log.info("event=stalled digest=%s missing=%d", self.ref.digest, len(self.receiving.missing))
             self.listening = _drawn()
             self.receiving.stalled()
+            self.whole_only = False
             break
         self.progress.clear()
         if self._failure is not None:

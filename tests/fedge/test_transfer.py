@@ -798,6 +798,48 @@ async def test_a_blob_of_one_chunk_comes_whoever_sends_wrong_ones(mosquitto, tmp
         sending.cancel()
 
 
+@pytest.mark.parametrize("n_bytes", [1, 50_000], ids=["a byte", "halves"])
+async def test_a_blob_of_one_chunk_comes_whoever_sends_wrong_pieces_of_it(mosquitto, tmp_path, n_bytes):
+    """Always faster than the sender, who is not heard before 200 of them: pieces that are soon together, and not."""
+    data = os.urandom(100_000)
+    link, stranger, sender_link = (transport(mosquitto, name) for name in ("agent", "stranger", "sender"))
+    receiver, n_sent = Receiver(link, BlobFolder(tmp_path / "down")), 0
+
+    async def flood() -> None:
+        nonlocal n_sent
+        for offset in itertools.cycle((0, 50_000)):
+            await stranger.publish(TOPICS.model_chunk(digest_of(data), offset), bytes(n_bytes))
+            n_sent += 1
+
+    async with stranger, sender_link, Sender(sender_link, lambda _: data) as sender:
+
+        async def on_want(message: Inbound) -> None:
+            before = n_sent
+            await until(lambda: n_sent >= before + 200)
+            sender.want_of("agent", message.payload, TOPICS)
+
+        await sender_link.subscribe(TOPICS.agent("+", "wants"), on_want)
+        sending = asyncio.create_task(flood())
+        async with link:
+            assert (await fetch(receiver, a_ref(data))).read_bytes() == data
+        sending.cancel()
+
+
+@pytest.mark.usefixtures("stalls_soon")
+async def test_pieces_are_taken_where_a_sender_can_send_no_whole(mosquitto_program, tmp_path, caplog):
+    """After wrong ones, too: its chunks may be smaller than the receiver knows."""
+    data = os.urandom(20_000)
+
+    def source(digest: str) -> bytes:
+        return data if "event=digest_mismatch" in caplog.text else bytes(20_000)
+
+    async with open_broker(tmp_path, "message_size_limit 10000") as broker:
+        link = transport(broker, "agent")
+        receiver = Receiver(link, BlobFolder(tmp_path / "down"))
+        async with serving(broker, None, damage=source), link:
+            assert (await fetch(receiver, a_ref(data))).read_bytes() == data
+
+
 async def test_what_a_stranger_has_the_broker_retain_is_no_chunk(mosquitto, tmp_path):
     data = os.urandom(600_000)
     up = BlobFolder(tmp_path / "up")
