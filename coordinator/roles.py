@@ -73,6 +73,18 @@ Key = tuple[str, str]
 """Device and order."""
 
 
+@dataclasses.dataclass(slots=True)
+class Judging:
+    """The report for an order that is being looked at. `fetching`: the task, while its uploads are fetched.
+
+    `copies`: of the same report, which have come since; they say nothing new while its uploads are fetched.
+    """
+
+    report: Report
+    fetching: asyncio.Task[None] | None = None
+    copies: int = 0
+
+
 def signing(broker: BrokerSettings, federation: str, home: Path, role: Role) -> tuple[Plain | Signed, Watched | None]:
     """Our identity and, if messages are signed, the federation's members.
 
@@ -225,8 +237,10 @@ class Intake(Process):
         received = store.blobs.received() if role is Role.COORDINATOR else BlobFolder(home / "received")
         seal = lambda topic, payload: self._seal(topic, payload, topic.rpartition("/")[2])  # noqa: E731
         self._uploads = Uploads(self._transport, received, store.blobs, self._topics, layout, seal)
-        self._taking: dict[Key, asyncio.Task[None] | None] = {}  # reports under way; None: their order is being closed
-        self._n_taking: Counter[str] = Counter()  # of each device
+        self._taking: dict[Key, asyncio.Task[None]] = {}  # the last report under way for each order
+        self._n_taking: Counter[str] = Counter()  # reports under way, of each device
+        self._n_all = 0  # of all devices
+        self._judging: dict[Key, Judging] = {}
         self._copies: dict[Key, None] = {}  # reports of which a copy came, the latest last
         self._brought: dict[Key, frozenset[BlobRef]] = {}  # their uploads
 
@@ -252,11 +266,17 @@ class Intake(Process):
         key = device, report.order_id
         if self._hear(key):
             report = msgspec.structs.replace(report, again=0)
-        if key in self._taking or len(self._taking) >= MAX_UNDER_WAY or self._n_taking[device] >= MAX_REPORTS:
+        judging = self._judging.get(key)
+        if judging is not None and judging.report == msgspec.structs.replace(report, again=0):
+            judging.copies += 1
             return
+        if self._n_all >= MAX_UNDER_WAY or self._n_taking[device] >= MAX_REPORTS:
+            return
+        self._n_all += 1
         self._n_taking[device] += 1
-        self._taking[key] = task = self._background.spawn(self._receive(report, inbound.topic))
-        task.add_done_callback(lambda _: self._taken(key))
+        work = self._receive_after(self._taking.get(key), report, inbound.topic)
+        self._taking[key] = task = self._background.spawn(work)
+        task.add_done_callback(lambda task: self._taken(key, task))
 
     def _hear(self, key: Key) -> bool:
         """Remember that a copy of a report came; whether one had come before."""
@@ -266,32 +286,55 @@ class Intake(Process):
             del self._copies[next(iter(self._copies))]
         return before
 
-    def _taken(self, key: Key) -> None:
-        del self._taking[key]
+    def _taken(self, key: Key, task: asyncio.Task[None]) -> None:
+        if self._taking[key] is task:
+            del self._taking[key]
+        self._n_all -= 1
         self._n_taking[key[0]] -= 1
         if not self._n_taking[key[0]]:
             del self._n_taking[key[0]]
 
-    async def _receive(self, report: Report, topic: str) -> None:
-        """Close the report's order, unless it is closed, and tell the device what the store says."""
+    async def _receive_after(self, before: asyncio.Task[None] | None, report: Report, topic: str) -> None:
+        """Let the report before it for the same order have its verdict first: that decides what is said to this one."""
+        if before is not None:
+            await asyncio.wait([before])
+        key = report.device_id, report.order_id
+        self._judging[key] = judging = Judging(msgspec.structs.replace(report, again=0))
+        why = ProtocolError("replayed-report", f"{report.order_id} has its verdict")
+        try:
+            await self._receive(report, judging)
+        except ProtocolError as error:
+            why = error
+            self._refuse(error, report.device_id, topic)
+        finally:
+            del self._judging[key]
+        for _ in range(judging.copies):
+            self._refuse(why, report.device_id, topic)
+
+    async def _receive(self, report: Report, judging: Judging) -> None:
+        """Close the report's order, unless it is closed, and tell the device what the store says.
+
+        Raises:
+            ProtocolError: as `_stored`.
+        """
         try:
             order = self._order(report) or await self._stored(report)
             action = read_action(order, self._steps)
             if isinstance(action, Unsupported):
                 log.error("event=unknown_step order=%s reason=%r", order.id, action.reason)
+                judging.copies = 0
                 return
             self._look_for_losses(report)
             report = msgspec.structs.replace(report, again=0)
+            judging.fetching = asyncio.current_task()
             error = await self._examine(order, action, report)
-            self._taking[order.device_id, order.id] = None
+            judging.fetching, judging.copies = None, 0
             entry = Entry(order=order, status=OrderStatus.ACCEPTED, report=report)
             if error is not None:
                 for ref in self._brought.get((order.device_id, order.id), ()):
                     self._uploads.norms.pop(ref, None)
                 entry = Entry(order=order, status=OrderStatus.REJECTED, reason=error)
             await self._close(entry)
-        except ProtocolError as error:
-            self._refuse(error, report.device_id, topic)
         finally:
             self._brought.pop((report.device_id, report.order_id), None)
 
@@ -381,8 +424,9 @@ class Intake(Process):
 
     def _give_up(self, order: Order) -> None:
         """Stop fetching the uploads of an order that is closed."""
-        if (task := self._taking.get((order.device_id, order.id))) is not None:
-            task.cancel()
+        judging = self._judging.get((order.device_id, order.id))
+        if judging is not None and judging.fetching is not None:
+            judging.fetching.cancel()
 
     async def _accuse(self, device_id: str, number: int, name: str, detail: str) -> bool:
         """Store evidence against a device, which counts from the next round on; False: that round already has it."""

@@ -5,9 +5,11 @@ import contextlib
 import json
 import logging
 import sqlite3
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,13 +17,14 @@ import pytest
 from coordinator.fleet import order_for
 from coordinator.fleet.orders import OrderStatus
 from coordinator.roles import BlobServer, Intake, Process, begun, own_folder
-from coordinator.store import OFFERED, Store
+from coordinator.store import OFFERED, Entry, Store
 from fedge.broker import LocalBroker
 from fedge.codec import Codec
 from fedge.errors import ConfigError
 from fedge.identity import Role
-from fedge.messages import BlobRef, Order
+from fedge.messages import BlobRef, Order, Why
 from fedge.sgd import Sgd
+from fedge.step import Declined
 from fedge.steps.train import Start, Train
 from fedge.tensors import to_bytes
 from tests.support.broker import settings
@@ -133,6 +136,74 @@ async def test_an_intake_goes_on_when_an_order_was_deleted_while_its_update_came
     other = device.trained(0.25)
     await device.report(written(store), other)
     assert (await device.ack(order.id, 2)).accepted
+
+
+def refused(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The names of the refusals in the log."""
+    return [record.args[0] for record in caplog.records if record.msg.startswith("event=refused")]  # type: ignore[index,misc]
+
+
+async def test_a_report_that_comes_while_the_verdict_on_another_is_on_its_way_is_refused_once(
+    intake: Intake, store: Store, device: RawDevice, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "fedge.coordinator")
+    order, result, taken, publish = written(store), device.trained(0.5), asyncio.Event(), intake._publish
+
+    async def late(topic: str, payload: bytes, **how: Any) -> None:
+        await taken.wait()
+        await publish(topic, payload, **how)
+
+    monkeypatch.setattr(intake, "_publish", late)
+    await device.report(order, result)
+    await until(lambda: not intake._is_open(order.id))
+    await device.report(order, result)
+    await device.report(order, Declined(why=Why.NOT_ALLOWED))
+    await until(lambda: intake._n_taking["cam1"] == 2)
+    taken.set()
+    assert (await device.ack(order.id, 2)).accepted
+    await until(lambda: not intake._n_taking)
+    assert refused(caplog) == ["replayed-report", "replayed-report"]
+    assert not intake._taking
+
+
+async def test_another_report_waits_for_the_one_whose_update_is_fetched_and_a_copy_of_that_is_nothing_new(
+    intake: Intake, store: Store, device: RawDevice, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "fedge.coordinator")
+    order, result = written(store), device.trained(0.5)
+    data = device.blobs.pop(result.update.digest)
+    await device.report(order, result)
+    await until(lambda: ("cam1", order.id) in intake._brought)
+    for _ in range(3):
+        await device.report(order, result)
+    await device.report(order, Declined(why=Why.NOT_ALLOWED))
+    await until(lambda: intake._n_taking["cam1"] == 2)
+    device.blobs[result.update.digest] = data
+    assert (await device.ack(order.id, 2)).accepted
+    await until(lambda: not intake._n_taking)
+    assert refused(caplog) == ["replayed-report"]
+    assert len(device.acks) == 2
+
+
+async def test_each_report_of_an_order_that_never_was_is_refused_though_they_come_at_once(
+    intake: Intake, store: Store, device: RawDevice, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "fedge.coordinator")
+    never = msgspec.structs.replace(written(store), id="r.9.train.cam1")
+    entry, may_look = intake._store.entry, threading.Event()
+
+    def slow(order_id: str) -> Entry | None:
+        may_look.wait(WAIT_S)
+        return entry(order_id)
+
+    monkeypatch.setattr(intake._store, "entry", slow)
+    for result in (Declined(why=Why.NOT_ALLOWED), Declined(why=Why.NOT_ALLOWED), device.trained(0.5)):
+        await device.report(never, result)
+    await until(lambda: intake._n_taking["cam1"] == 2)
+    may_look.set()
+    assert not (await device.ack(never.id, 2)).accepted
+    await until(lambda: not intake._n_taking)
+    assert refused(caplog) == ["unknown-order"] * 3
 
 
 async def test_a_server_of_models_has_what_open_orders_name_and_nothing_else(

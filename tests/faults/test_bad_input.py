@@ -195,7 +195,7 @@ async def test_each_topic(mosquitto: LocalBroker, tmp_path: Path) -> None:
                 await mallory.transport.publish(topic(mallory, leaf), payload)
                 refused[name] += 1
             await bother_agent(mallory, agents["cam0"], order)
-            await until(lambda: coordinator.refused() == refused)
+            await until(lambda: without_repeats(coordinator.refused(), refused) == refused)
             assert before == (federation.rows("SELECT * FROM orders"), federation.rows("SELECT * FROM states"))
 
             model = await mallory.fetch(action_of(order).starts[0].model)  # type: ignore[attr-defined]
@@ -220,7 +220,7 @@ async def test_each_topic(mosquitto: LocalBroker, tmp_path: Path) -> None:
             assert await coordinator.ended() == 0
 
         counted = dict(federation.rows("SELECT substr(name, 9), value FROM counters WHERE name LIKE 'refused.%'"))
-        assert counted == refused
+        assert without_repeats(counted, refused) == refused
         assert federation.rows(
             "SELECT device_id, status, count(*) FROM orders WHERE label = 'train' GROUP BY device_id, status"
         ) == [
@@ -241,6 +241,12 @@ async def test_each_topic(mosquitto: LocalBroker, tmp_path: Path) -> None:
         )
         expected = await federation.undisturbed("fedavg", settings(rounds, codec=Codec.FLOAT32))
         assert same(msgspec.structs.replace(state, history=history), expected)
+
+
+def without_repeats(found: dict[str, int], wanted: Counter[str]) -> dict[str, int]:
+    """Without what honest devices repeat when their verdict is late; what Mallory replays must be among them."""
+    name = "replayed-report"
+    return found | {name: min(found.get(name, 0), wanted[name])}
 
 
 def turn(number: int) -> int:
