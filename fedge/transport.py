@@ -222,6 +222,8 @@ class _Publish:
     done: asyncio.Future[None]
     chunk: bool = False
     """Whether its caller can send the same in smaller pieces."""
+    number: int = 0
+    """Of the transport's messages, in the order of its callers."""
 
     @property
     def packet_bytes(self) -> int:
@@ -800,6 +802,8 @@ class Transport:
         self.protocol = ""
         """Of the current or last connection: "5" or "3.1.1"."""
         self._window = Window()
+        self._n_published = 0
+        self._retained: dict[str, int] = {}  # by topic, the number of the newest retained message that went out
         self._subscriptions: dict[str, _Subscription] = {}
         self._by_topic = MQTTMatcher()  # type: ignore[no-untyped-call]
         self._held_bytes = 0
@@ -1037,7 +1041,8 @@ class Transport:
         """Publish with QoS 1; returns when the broker has acknowledged.
 
         Waits while the window is full or the broker is away, if need be for ever; it survives reconnects (and may then
-        arrive twice). If the caller is cancelled, a message already under way still arrives.
+        arrive twice). If the caller is cancelled, a message already under way still arrives. A retained one that has to
+        be sent again is dropped once a newer one of its topic went out, which would otherwise be replaced by it.
 
         Args:
             topic: without wildcards.
@@ -1055,7 +1060,8 @@ class Transport:
             self.door(topic, payload)
         done = asyncio.get_running_loop().create_future()
         name = below(self.settings.topic_prefix, topic)
-        publish = _Publish(name, payload, retain, expires_in_s, correlation, done, chunk)
+        self._n_published += 1
+        publish = _Publish(name, payload, retain, expires_in_s, correlation, done, chunk, self._n_published)
         self._check_size(publish)
         self._window.add(publish)
         self._pump()
@@ -1072,6 +1078,11 @@ class Transport:
             except TooLargeError as error:
                 publish.done.set_exception(error)
                 continue
+            if publish.retain and publish.number < self._retained.setdefault(publish.topic, publish.number):
+                publish.done.set_result(None)
+                continue
+            if publish.retain:
+                self._retained[publish.topic] = publish.number
             self._window.sent(self._connection.send(publish), publish)
 
     def _check_size(self, publish: _Publish) -> None:

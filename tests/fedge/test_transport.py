@@ -667,6 +667,28 @@ async def test_a_message_that_a_busy_broker_did_not_take_goes_out_again(caplog, 
     assert "event=publish_again topic=t reason='Quota exceeded (0x97): we come again" in caplog.text
 
 
+async def test_an_old_retained_message_does_not_go_out_again_after_a_newer_one(caplog, monkeypatch):
+    monkeypatch.setattr("fedge.transport.AGAIN_S", 0.01)
+    seen: list[tuple[bytes, bytes]] = []
+
+    async def busy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_packet(reader)
+        writer.write(bytes([0x20, 3, 0, 0, 0]))
+        while True:
+            kind, body = await read_packet(reader)
+            if kind != 3:
+                continue
+            packet_id = body[3:5]  # after the topic of one letter
+            seen.append((body[2:3], body[-3:]))
+            writer.write(bytes([0x40, 3, *packet_id, 0x97 if len(seen) == 1 else 0]))
+
+    async with TcpServer(busy) as server, asyncio.timeout(WAIT_S), transport(server, "one") as one:
+        await asyncio.gather(*(one.publish("t", payload, retain=True) for payload in (b"old", b"new")))
+        await one.publish("u", b"end")
+    assert seen == [(b"t", b"old"), (b"t", b"new"), (b"u", b"end")]
+    assert caplog.text.count("event=publish_again topic=t") == 1
+
+
 async def test_a_broker_that_ends_each_connection_for_good_ends_us(no_back_off, caplog):
     """DISCONNECT with Not authorized, whenever we are in."""
     async with answering(bytes([0x20, 3, 0, 0, 0, 0xE0, 1, 0x87])) as server, asyncio.timeout(WAIT_S):
