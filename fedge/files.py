@@ -281,7 +281,8 @@ def sync(path: Path) -> None:
 def whole_folder(folder: Path, *, replace: bool = True) -> Iterator[Path]:
     """A folder to fill, which lies beside `folder` and takes its place durably when the block ends well.
 
-    Leftovers of killed processes are removed after a day.
+    It is locked for `reading` until then, so that nobody takes it for a leftover (`remove_unfinished`). Leftovers of
+    killed processes are removed after a day.
 
     `replace`: what is there by then; otherwise only an empty folder gives way.
 
@@ -296,32 +297,35 @@ def whole_folder(folder: Path, *, replace: bool = True) -> Iterator[Path]:
                 shutil.rmtree(left, ignore_errors=True)
     unfinished = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".unfinished-"))
     try:
-        yield unfinished
-        sync(unfinished)
-        old = _moved_aside(folder) if replace and folder.exists() else None
-        try:
-            unfinished.rename(folder)
-        except OSError as error:
-            if error.errno in {errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR}:
-                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(folder)) from error
-            raise
-        sync(folder.parent)
-        if old is not None:
-            shutil.rmtree(old, ignore_errors=True)
+        with reading(unfinished):
+            yield unfinished
+            sync(unfinished)
+            old = _moved_aside(folder) if replace and folder.exists() else None
+            try:
+                unfinished.rename(folder)
+            except OSError as error:
+                if error.errno in {errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR}:
+                    raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(folder)) from error
+                raise
+            sync(folder.parent)
+            if old is not None:
+                shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove at once what killed processes have left of `whole_folder` in a folder; nobody may be at it now."""
+    """Remove at once what killed processes have left of `whole_folder` in a folder, not what another one is filling."""
     for left in (*folder.glob(".unfinished-*"), *folder.glob(".replaced-*")):
-        shutil.rmtree(left, ignore_errors=True)
+        with contextlib.suppress(BlockingIOError, FileNotFoundError), exclusive(left):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def _moved_aside(folder: Path) -> Path:
     """The new place of a folder that is to be removed."""
     old = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".replaced-"))
-    folder.rename(old / "bundle")
+    with reading(old):
+        folder.rename(old / "bundle")
     return old
 
 

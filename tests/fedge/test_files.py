@@ -13,6 +13,7 @@ from fedge.files import (
     BlobFolder,
     InUseError,
     locked,
+    remove_unfinished,
     require_writable,
     volatile,
     whole_folder,
@@ -168,6 +169,24 @@ def test_what_killed_processes_left_half_written_goes_after_a_day(tmp_path: Path
         pass
 
     assert sorted(path.name for path in tmp_path.iterdir()) == [".unfinished-b", "2", "3"]
+
+
+def test_what_another_process_is_filling_is_no_leftover_until_that_is_killed(tmp_path: Path) -> None:
+    code = "import sys, time; from pathlib import Path; from fedge.files import whole_folder\n"
+    code += "with whole_folder(Path(sys.argv[1])) as made:\n"
+    code += "  (made / 'a').write_bytes(b'1'); print(made, flush=True); time.sleep(60)"
+    (tmp_path / ".replaced-c" / "bundle").mkdir(parents=True)
+    command = [sys.executable, "-c", code, str(tmp_path / "copy")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as filling:
+        assert filling.stdout is not None
+        made = Path(filling.stdout.readline().strip())
+        remove_unfinished(tmp_path)
+        assert [path.name for path in tmp_path.iterdir()] == [made.name]
+        assert (made / "a").read_bytes() == b"1"
+        filling.kill()
+        filling.wait()
+        remove_unfinished(tmp_path)
+    assert not any(tmp_path.iterdir())
 
 
 def test_a_folder_is_one_process_s_at_a_time_and_free_again_when_that_was_killed(tmp_path: Path) -> None:
