@@ -449,7 +449,8 @@ def finished(settings: CoordinatorSettings, method: Method[Any], state: State) -
         summary = read_summary(settings.home)
         if summary["rounds"] == method.last:
             if summary.get("failed") and state.round == method.last:
-                raise FruitlessError(summary["failed"])
+                go_on = f"to go on with this federation, start it with more rounds than {method.last} (--rounds)"
+                raise FruitlessError(f"{summary['failed']}; {go_on}")
             if summary.get("ended") and method.done(state) and not (settings.late_joiners or settings.readmit):
                 return summary
     return None

@@ -334,7 +334,7 @@ class Failing(Learner):
 async def test_a_run_in_which_no_update_came_ends_before_anything_is_installed(
     mosquitto: LocalBroker, tmp_path: Path, store: Store
 ) -> None:
-    """Started again, it says the same at once; more rounds go on."""
+    """Started again, it says the same at once, and that more rounds go on; they do."""
     wanted = settings(mosquitto, tmp_path / "server", devices=1)
     async with Failing(mosquitto, "cam1", tmp_path) as device, asyncio.timeout(WAIT_S):
         await device.appear("2", task=TASK)
@@ -346,7 +346,9 @@ async def test_a_run_in_which_no_update_came_ends_before_anything_is_installed(
     assert headline(kept).startswith("failed: nothing was learned in 2 rounds")
     with pytest.raises(FruitlessError) as again:
         await serve(wanted, TASK, store, quiet)
-    assert str(again.value) == str(caught.value)
+    assert str(again.value) == (
+        f"{caught.value}; to go on with this federation, start it with more rounds than 2 (--rounds)"
+    )
     longer = settings(None, tmp_path / "server", devices=1, rounds=3)
     assert resumed(longer, TASK, store, {})[0].last == 3
 
