@@ -23,10 +23,15 @@ OURS: Final = "coordinator."
 
 
 class Recorded(Fleet):
-    """A fleet whose answers are recorded. `asked`: by label and device, in order; `answers`: likewise."""
+    """A fleet whose answers are recorded. `asked`: by label and device, in order; `answers`: likewise.
 
-    def __init__(self, fleet: Fleet) -> None:
+    Raises:
+        ConfigError: a label has two streams.
+    """
+
+    def __init__(self, fleet: Fleet, method: str) -> None:
         super().__init__(fleet)
+        self._method = method
         self.asked: dict[tuple[str, str], Action] = {}
         self.answers: dict[str, dict[str, Answer]] = {}
         self.streamed: dict[str, list[Answer]] = {}
@@ -46,8 +51,11 @@ class Recorded(Fleet):
         self, label: str, actions: Mapping[str, Action], seen: Sequence[Seen] = ()
     ) -> AsyncIterator[Answer]:
         """As the fleet's."""
+        if label in self.streamed:
+            text = "two streams of a round have the label {!r}, so that their orders and answers cannot be told apart"
+            raise ConfigError(f"{self._method}: {text.format(label)}: number the labels")
         self._note(label, actions)
-        told = self.streamed.setdefault(label, [])
+        told = self.streamed[label] = []
         async for answer in self._fleet.stream(label, actions, seen):
             told.append(answer)
             yield answer
@@ -66,8 +74,8 @@ class Repeated(Recorded):
     """
 
     def __init__(self, first: Recorded, method: str) -> None:
-        super().__init__(first)
-        self._first, self._method = first, method
+        super().__init__(first, method)
+        self._first = first
 
     def _note(self, label: str, actions: Mapping[str, Action]) -> None:
         super()._note(label, actions)
@@ -91,6 +99,8 @@ class Repeated(Recorded):
 
     def busy(self) -> frozenset[str]:
         """As it was the first time."""
+        if not self._first.were_busy:
+            raise differs(self._method, "it asks which devices are busy, which it did not before")
         number = len(self.were_busy)
         self.were_busy.append(self._first.were_busy[min(number, len(self._first.were_busy) - 1)])
         return self.were_busy[-1]
@@ -117,7 +127,7 @@ async def proven(method: Method[S], state: S, fleet: Fleet) -> S:
         ConfigError: the state cannot be stored, was changed, or the round was another one.
     """
     stored = dump(state)
-    first = Recorded(fleet)
+    first = Recorded(fleet, method.name)
     new = await method.advance(state, first)
     if dump(state) != stored:
         raise ConfigError(

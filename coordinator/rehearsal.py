@@ -125,7 +125,7 @@ class _Stage:
     async def _asks_all(self) -> bool:
         """Whether all devices train in the first round where half of them should."""
         method, fleet, state = self._begin(participation=0.5)
-        watched = Recorded(fleet)
+        watched = Recorded(fleet, method.name)
         fleet.round = 1
         await method.advance(state, watched)
         return len({i for (_, i), action in watched.asked.items() if isinstance(action, Train)}) == DEVICES

@@ -95,6 +95,37 @@ async def test_a_method_that_is_not_the_same_again_is_refused_in_the_first_round
         await several()
 
 
+async def test_one_that_looks_who_is_busy_only_when_it_runs_again_is_refused(tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    class Looking(Own):
+        async def round(self, state: OwnState, fleet: Fleet) -> OwnState:
+            calls.append(state.round)
+            if len(calls) == 2:
+                fleet.busy()
+            return await super().round(state, fleet)
+
+    fleet, layout, first, _ = digits(tmp_path, n=3, limit=90)
+    method = Looking(MethodSettings(rounds=2))
+    with pytest.raises(ConfigError, match=r"own: .*it asks which devices are busy, which it did not before: take"):
+        await run(method, method.init(layout, first), fleet, rounds=2)
+
+
+async def test_two_streams_under_one_label_are_refused(tmp_path: Path) -> None:
+    class Twice(Own):
+        async def round(self, state: OwnState, fleet: Fleet) -> OwnState:
+            order = Train(starts=(Start(model=state.model),), sgd=Sgd(steps=1), codec=Codec.FLOAT32)
+            found = {}
+            for device in fleet.devices()[:2]:
+                found |= {a.device_id: a async for a in fleet.stream("train", {device.id: order})}
+            return round_done(state, 2, accepted(found))
+
+    fleet, layout, first, _ = digits(tmp_path, n=3, limit=90)
+    method = Twice(MethodSettings(rounds=2))
+    with pytest.raises(ConfigError, match=r"own: two streams of a round have the label 'train'.*: number the labels"):
+        await run(method, method.init(layout, first), fleet, rounds=2)
+
+
 async def test_one_that_draws_from_the_round_is_not_and_its_devices_work_once(tmp_path: Path) -> None:
     def draws(method: Any, state: OwnState) -> int:
         return int(round_rng(method.settings, state.round + 1).integers(3))
