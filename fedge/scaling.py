@@ -34,18 +34,21 @@ def unfit(x: NDArray[Any], inputs: NDArray[np.float32] | None = None) -> str:
         return ""
     at = np.unravel_index(int(np.argmin(fits)), x.shape)
     if not np.isfinite(x[at]):
-        return told(x, at, "not a finite number")
+        return told(at, "not a finite number")
     if not abs(x[at]) <= LARGEST:
-        return told(x, at, f"more than single precision holds ({LARGEST:.2g})")
-    return told(x, at, "so far from the task's mean that no network can compute with it")
+        return told(at, f"more than single precision holds ({LARGEST:.2g})")
+    return told(at, "so far from the task's mean that no network can compute with it")
 
 
-def told(x: NDArray[Any], at: tuple[np.intp, ...], fault: str) -> str:
-    """A sentence about the number of samples x (n, ...) at a place, and what to do."""
+def told(at: tuple[np.intp, ...], fault: str) -> str:
+    """A sentence about the number at a place of samples (n, ...), and what to do.
+
+    Not the number itself: the sentence gets into logs, which people send to others.
+    """
     sample, *place = (int(i) for i in at)
     where = f"column {place[0]}" if len(place) == 1 else f"place {tuple(place)}"
     return (
-        f"sample {sample}, {where} (counted from 0) is {x[at]:.8g}, {fault}: if it stands for a missing value, fill it "
+        f"sample {sample}, {where} (counted from 0) is {fault}: if it stands for a missing value, fill it "
         "in, or leave the sample out"
     )
 

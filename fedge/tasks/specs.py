@@ -210,4 +210,4 @@ def _require_visible(x: NDArray[Any], std: NDArray[np.float64]) -> None:
     lost = (spread > 0) & (spread < np.finfo(np.float32).eps * std.reshape(spread.shape))
     if lost.any():
         at = np.unravel_index(int(np.argmax(np.where(lost, distance, 0))), x.shape)
-        raise ConfigError(told(x, at, "so large that all others look the same beside it"))
+        raise ConfigError(told(at, "so large that all others look the same beside it"))

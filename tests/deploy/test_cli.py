@@ -131,7 +131,7 @@ def test_a_sample_that_is_not_finite_is_refused(tmp_path):
     x = np.zeros((3, 8, 8))
     x[2, 1, 7] = np.nan
     np.save(tmp_path / "bad.npy", x)
-    with pytest.raises(ConfigError, match=r"bad\.npy: sample 2, place \(0, 1, 7\) .* is nan, not a finite number"):
+    with pytest.raises(ConfigError, match=r"bad\.npy: sample 2, place \(0, 1, 7\) .* is not a finite number"):
         run(tmp_path / "bad.npy", "--json")
 
 

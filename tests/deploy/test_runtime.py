@@ -341,8 +341,8 @@ def test_untampered(bundle, expected):
     ("x", "says"),
     [
         (np.zeros((0, 8, 8)), "one or more"),
-        (np.full((1, 8, 8), np.nan), r"sample 0, place \(0, 0, 0\) .* is nan, not a finite number"),
-        (np.full((2, 8, 8), 1e300), r"is 1e\+300, more than single precision holds"),
+        (np.full((1, 8, 8), np.nan), r"sample 0, place \(0, 0, 0\) .* is not a finite number"),
+        (np.full((2, 8, 8), 1e300), "is more than single precision holds"),
     ],
 )
 def test_no_samples_and_such_as_are_not_finite_are_refused(runtime, x, says):

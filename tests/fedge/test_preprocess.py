@@ -58,11 +58,11 @@ def test_what_no_network_can_see_is_refused_with_its_place() -> None:
     x[2, 1, 4] = 1e39
     far = msgspec.structs.replace(WINDOW, preprocessing=Preprocessing(mean=1e38, std=1e36))
     for task in (WINDOW, far):
-        with pytest.raises(ConfigError, match=r"sample 2, place \(1, 4\) .* is 1e\+39, more than single precision"):
+        with pytest.raises(ConfigError, match=r"sample 2, place \(1, 4\) .* is more than single precision"):
             apply(task, x)
     x[2, 1, 4] = 3e38
     narrow = msgspec.structs.replace(WINDOW, preprocessing=Preprocessing(std=0.1))
-    with pytest.raises(ConfigError, match=r"sample 2, place \(1, 4\) .* is 3e\+38, so far from the task's mean"):
+    with pytest.raises(ConfigError, match=r"sample 2, place \(1, 4\) .* is so far from the task's mean"):
         apply(narrow, x)
 
 

@@ -163,9 +163,7 @@ def test_a_task_of_the_users_own_reads_its_data(tmp_path: Path, monkeypatch: pyt
         device_data(task, tmp_path, seed=9)
     (tmp_path / "broken_sensor.py").write_text(code.replace("seed, np.float32", "1e39"))
     task = msgspec.structs.replace(task, name="broken_sensor:Sensor")
-    with pytest.raises(
-        ConfigError, match=r"of the training samples, sample 0, column 0 .* is 1e\+39, more than single"
-    ):
+    with pytest.raises(ConfigError, match=r"of the training samples, sample 0, column 0 .* is more than single"):
         device_data(task, tmp_path, seed=9)
     task = msgspec.structs.replace(task, name="my_sensor:Sensor", input_shape=(4,))
     with pytest.raises(ConfigError, match=rf"cannot read {tmp_path}: samples of shape \(2,\) found"):

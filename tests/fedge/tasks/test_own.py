@@ -122,7 +122,7 @@ def test_what_is_no_network_is_refused(model: object, words: str) -> None:
     [
         (X, Y[:-1], {}, "one whole number per sample"),
         (X, Y + 0.5, {}, "one whole number per sample"),
-        (X * np.nan, Y, {}, r"arrays: sample 0, column 0 \(counted from 0\) is nan, not a finite number"),
+        (X * np.nan, Y, {}, r"arrays: sample 0, column 0 \(counted from 0\) is not a finite number"),
         (X, Y, {"classes": ["a"]}, "the largest label is 2"),
         (X, Y, {"users": [0, 1]}, "users must be one per sample"),
         ([[1.0, 2.0], [3.0]], [0, 1], {}, "arrays: x cannot be made an array: give all samples one shape"),
