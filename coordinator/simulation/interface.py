@@ -74,11 +74,12 @@ class Simulation(RunOutcome, frozen=True, kw_only=True, weakref=True):
         """The folder of a device's installed bundle, for `fedge.load`.
 
         Raises:
-            KeyError: no such device, or it has no bundle.
+            ConfigError: no such device, or it has no bundle.
         """
         device = next((device for device in self.devices if device.id == device_id), None)
         if device is None or device.release is None:
-            raise KeyError(f"no bundle of {device_id!r}: there are {', '.join(d.id for d in self.devices if d.bundle)}")
+            there = ", ".join(device.id for device in self.devices if device.release is not None)
+            raise ConfigError(f"no bundle of {device_id!r}: there are {there}")
         return self.home / device_id / "bundles" / device.release
 
     def __str__(self) -> str:

@@ -62,7 +62,7 @@ def test_a_task_of_arrays_with_a_network_of_ones_own_ends_in_bundles_that_predic
     prediction = fedge.load(bundle).predict(X[:50])
     assert set(prediction.class_name) <= {"a", "b", "c"}
     assert (prediction.class_index == Y[:50]).mean() > 0.5
-    with pytest.raises(KeyError, match="there are device-0, device-1"):
+    with pytest.raises(ConfigError, match=r"^no bundle of 'device-9': there are device-0, device-1, device-2, dev"):
         found.bundle("device-9")
     home = found.home
     del found
