@@ -25,6 +25,7 @@ from coordinator.watch import read_summary
 from coordinator.watch_cli import HOME, JSON, STORE
 from fedge.errors import ConfigError, StoreError
 from fedge.files import BlobFolder, copy_durably, whole_folder
+from fedge.help import Command, Heading, option
 from fedge.messages import Order
 
 TABLES: Final = ("rounds", "orders", "states", "counters", "meta", "offences", "events")
@@ -152,7 +153,7 @@ def _reissue(db: Database) -> None:
 _folder = click.argument("folder", type=click.Path(path_type=Path))
 
 
-@click.command
+@click.command(cls=Command)
 @_folder
 @HOME
 @STORE
@@ -160,7 +161,7 @@ _folder = click.argument("folder", type=click.Path(path_type=Path))
 def backup(folder: Path, home: Path, store: str | None, as_json: bool) -> int:
     """Copy a coordinator's home to FOLDER, consistently, while it runs or after it has stopped.
 
-    FOLDER gets the tables as one file and the tensors, even if they are on a server or in a bucket, but no keys and no
+    FOLDER gets the tables as one file and the tensors, also those of a server or a bucket. It gets no keys and no
     certificates.
 
     Examples:
@@ -173,17 +174,31 @@ def backup(folder: Path, home: Path, store: str | None, as_json: bool) -> int:
     return _tell("backed_up", back_up(home, store, folder), home, folder, folder, as_json)
 
 
-@click.command
+@click.command(cls=Command)
 @_folder
-@click.option("--home", type=click.Path(path_type=Path), required=True, help="The new home, which is not there yet.")
-@click.option("--store", help="postgresql://... to have the tables there; without: HOME/store.db.")
-@click.option("--blobs", help="s3://BUCKET/FOLDER to have the tensors there; without: HOME/blobs.")
+@option(
+    "--home",
+    heading=Heading.FOLDERS,
+    type=click.Path(path_type=Path),
+    required=True,
+    help="This folder, which is not there yet, becomes the new home.",
+)
+@option(
+    "--store",
+    heading=Heading.FOLDERS,
+    help="This database, postgresql://..., gets the tables; by default they are in HOME/store.db.",
+)
+@option(
+    "--blobs",
+    heading=Heading.FOLDERS,
+    help="This bucket, s3://BUCKET/FOLDER, gets the tensors; by default they are in HOME/blobs.",
+)
 @JSON
 def restore(folder: Path, home: Path, store: str | None, blobs: str | None, as_json: bool) -> int:
     """Make a coordinator's home from a backup in FOLDER.
 
     Start `fedge coordinator` with it as before, once the old coordinator has ended for good. It continues with the
-    round that was under way when the backup was made. What devices have answered since then, they are asked again.
+    round that was under way at the backup. What devices have answered since then, they are asked again.
 
     Examples:
       fedge restore backups/monday --home shop2

@@ -15,9 +15,10 @@ from coordinator.checks import Examined, Samples, a_few, examine, few_of, made_u
 from coordinator.options import method_and_options, method_options, resolve_options
 from fedge.config import CODE, resolve, settings_options
 from fedge.errors import ConfigError
+from fedge.help import Command, Heading, json_option
 from fedge.task import TaskSpec
 from fedge.text import printable
-from fedge.weights import Adapt, Allow, ModelName, Weights, with_network
+from fedge.weights import Adapt, Allow, ModelName, TaskName, Weights, with_network
 
 MANY: Final = 2000
 """Images of a folder that are read; of other data all."""
@@ -26,39 +27,45 @@ MANY: Final = 2000
 class CheckSettings(Struct, frozen=True, kw_only=True):
     """Section [check] of the configuration."""
 
-    task: Annotated[str, CODE, "As of `fedge simulate` and `fedge coordinator`; also a .json."]
-    data: Annotated[Path | None, "Samples, as a simulation or a device would read them."] = None
+    task: TaskName
+    data: Annotated[Path | None, Heading.TASK, "These are samples, as a simulation or a device would read them."] = None
     model: ModelName = None
     weights: Weights = None
     adapt: Adapt = None
-    method: Annotated[str, CODE, "Some methods ask more of a network than others."] = "fedge"
+    method: Annotated[
+        str,
+        CODE,
+        Heading.METHOD,
+        "The method is one of `fedge methods`; some ask more of a network than others.",
+    ] = "fedge"
     ram_gb: Annotated[
         Annotated[float, Meta(gt=0)] | None,
-        "Memory that is free on your devices; by default usual boards are compared.",
+        Heading.LOAD,
+        "This much memory is free on your devices; by default usual boards are compared.",
     ] = None
     allow: Allow = ""
 
 
-@click.command()
+@click.command(cls=Command)
 @settings_options(CheckSettings, "check")
 @method_options
 @click.argument("devices", nargs=-1, type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="All that was found, as JSON.")
+@json_option()
 def check(
     config: Path | None, options: tuple[str, ...], devices: tuple[Path, ...], as_json: bool, **flags: object
 ) -> int:
     """Find out what would not work with a task and a network, before anything is started.
 
-    Builds the network twice, asks it about a few samples of the task, one alone and several at once, trains it on them,
-    exports it as devices do, and says how much memory a device needs to train it. `simulate`, `compare` and
-    `coordinator` do the same before they begin. What would not work is said in a sentence, with what to do. With --data
-    it also reads samples and counts them; DEVICES are further sources, each what one device would read. Without either
-    inputs are made up. Folders of images above the class folders count as devices. Remarks: a network that ends in
-    softmax, devices with few samples, class folders without images, class names with a typo. A method of your own is
-    run on four devices, over all that methods promise (docs/extending.md).
+    The command builds the network, asks it about a few samples, trains it on them and exports it as devices do. It says
+    how much memory a device needs to train, and for each problem what to do. `simulate`, `compare` and `coordinator` do
+    the same before they begin.
+
+    With --data the command also reads and counts samples. DEVICES are further sources, each what one device would read;
+    folders of images above the class folders count as devices. Without either, inputs are made up. Remarks are about a
+    last softmax, devices with few samples, empty class folders and class names with a typo. A method of your own is run
+    on four devices, over all that methods promise (docs/extending.md).
 
     Examples:
-      fedge check --task image-folder --data photos
       fedge check --task my_task:MyTask --data samples/all.npz --model my_task:network
       fedge check --task engines.toml --data all.csv --method fedepc
       fedge check --task engines.toml cam1.csv cam2.csv cam3.csv

@@ -22,11 +22,12 @@ from coordinator.service import CoordinatorSettings, Observer, happened, help_ou
 from coordinator.store import Store
 from coordinator.tracking import tracking
 from coordinator.watch import count_devices, headline, read_summary, without_bundle_because
-from coordinator.watch_cli import UiSettings, ago, lasting, page
+from coordinator.watch_cli import HOME_HELP, UiSettings, ago, lasting, page
 from fedge.background import until_stopped
 from fedge.config import resolve, settings_options
 from fedge.credentials import Credentials
 from fedge.errors import ConfigError, ProtocolError, StoreError
+from fedge.help import Command, Heading, json_lines, json_option
 from fedge.identity import Role, Subject
 from fedge.logs import bind, in_json, note
 from fedge.messages import Status, decode, is_outdated
@@ -48,10 +49,10 @@ LAST_ROUNDS: Final = 9
 """Rounds whose median it is from."""
 
 
-@click.command()
+@click.command(cls=Command)
 @settings_options(CoordinatorSettings, "coordinator")
 @method_options
-@click.option("--json", "as_json", is_flag=True, help="One JSON object per event on standard output.")
+@json_lines("event")
 def coordinator(config: Path | None, options: tuple[str, ...], as_json: bool, **flags: object) -> int:
     """Run a federation to its end, or continue it.
 
@@ -234,14 +235,18 @@ def until_bundles(summary: Mapping[str, Any]) -> str:
 class StatusSettings(Credentials, frozen=True, kw_only=True):
     """Section [status] of the configuration."""
 
-    home: Annotated[Path | None, "Folder of a coordinator on this machine."] = None
-    broker: Annotated[str | None, "Ask a broker instead, as of `fedge agent`: shows the devices only."] = None
-    federation: Annotated[str | None, "Name of the federation, with --broker."] = None
+    home: Annotated[Path | None, Heading.FOLDERS, HOME_HELP] = None
+    broker: Annotated[
+        str | None,
+        Heading.BROKER,
+        "Instead of a home, this broker is asked, as of `fedge agent`; it knows the devices only.",
+    ] = None
+    federation: Annotated[str | None, Heading.BROKER, "With --broker, this is the name of the federation."] = None
 
 
-@click.command()
+@click.command(cls=Command)
 @settings_options(StatusSettings, "status")
-@click.option("--json", "as_json", is_flag=True, help="All there is, as JSON.")
+@json_option()
 def status(config: Path | None, as_json: bool, **flags: object) -> int:
     """Show how a federation is doing: rounds, devices, accuracy, traffic, refusals.
 
@@ -249,8 +254,6 @@ def status(config: Path | None, as_json: bool, **flags: object) -> int:
 
     Examples:
       fedge status --home shop
-      fedge status --home shop --json
-      fedge status --broker localhost:1883 --federation shop
       fedge status --broker server:8883 --federation shop --ca-file ca.crt --cert-file status.crt --key-file status.key
 
     Exit codes: 0, 2 wrong usage, no coordinator's folder or no device of such a federation, 3 the broker refuses us or

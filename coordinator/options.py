@@ -12,6 +12,7 @@ from coordinator.methods import Option, installed_methods, method_class, options
 from fedge.config import section_of
 from fedge.errors import ConfigError
 from fedge.files import require_writable, write_atomically
+from fedge.help import Heading, option
 from fedge.loading import FINE_TUNED
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -20,23 +21,25 @@ STDOUT: Final = Path("-")
 
 def method_options(command: F) -> F:
     """Decorator of a click command: `--option`, which may be given several times."""
-    return click.option(
+    return option(
         "--option",
         "options",
+        heading=Heading.METHOD,
         multiple=True,
         metavar="NAME=VALUE",
-        help="An option of the method, as in the table [method] of the TOML file; may be repeated.",
+        help="This sets an option of the method, as in the table [method] of the TOML file; it may be repeated.",
     )(command)
 
 
 def json_option(command: F) -> F:
     """Decorator of a click command: `--json FILE`, checked before work begins. With -, other text goes to stderr."""
-    return click.option(
+    return option(
         "--json",
         "json_file",
+        heading=Heading.OUTPUT,
         type=click.Path(path_type=Path, allow_dash=True),
         callback=_writable,
-        help="Also write the figures to this file; to standard output if it is -.",
+        help="The figures are also written to this file, or to standard output if it is -.",
     )(command)
 
 

@@ -13,6 +13,7 @@ from typing import Annotated, Final, Literal, get_args
 from msgspec import Meta, Struct
 
 from fedge.errors import ConfigError
+from fedge.help import Heading
 from fedge.messages import Codec
 from fedge.step import Action
 from fedge.steps.mask_shares import MIN_COHORT
@@ -35,25 +36,38 @@ LARGEST_DELTA: Final = 1 / 20
 
 AverageRule = Annotated[
     Rule,
-    "How updates are averaged; norm-clipped: none is longer than twice its cluster's median; clipped: nor does any "
-    "weigh more than twice the median.",
+    Heading.UPDATES,
+    "Updates are averaged by this rule. With norm-clipped, none is longer than twice its cluster's median; with "
+    "clipped, nor does any weigh more than twice the median.",
 ]
 HostileShare = Annotated[
-    float, Meta(ge=0, lt=0.5), "Share of a cohort that trimmed-mean and multi-krum take to be hostile."
+    float,
+    Meta(ge=0, lt=0.5),
+    Heading.UPDATES,
+    "The rules trimmed-mean and multi-krum take this share of a cohort to be hostile.",
 ]
 DpEpsilon = Annotated[
     Annotated[float, Meta(gt=0, le=10_000)] | None,
-    "Differential privacy: what the whole run may tell of a sample, epsilon; noise by device.",
+    Heading.PRIVACY,
+    "By differential privacy the whole run tells at most this epsilon of a sample; each device adds noise.",
 ]
 DpNoise = Annotated[
     Annotated[float, Meta(gt=0, le=1e6)] | None,
-    "Differential privacy with this noise instead: standard deviation over --dp-clip, in each step.",
+    Heading.PRIVACY,
+    "Differential privacy has this noise instead: the standard deviation over --dp-clip, in each step.",
 ]
-DpDelta = Annotated[float, Meta(gt=0, lt=1), "Delta of --dp-epsilon: below 1 / samples of a device."]
-DpClip = Annotated[float, Meta(gt=0, le=1e6), "The most that a sample counts in a step: L2 norm."]
-Masking = Annotated[bool, "The server sees sums of updates alone, no single one (docs/privacy.md)."]
+DpDelta = Annotated[
+    float, Meta(gt=0, lt=1), Heading.PRIVACY, "This is the delta of --dp-epsilon, below 1 / samples of a device."
+]
+DpClip = Annotated[
+    float, Meta(gt=0, le=1e6), Heading.PRIVACY, "A sample counts at most this much in a step, as an L2 norm."
+]
+Masking = Annotated[bool, Heading.PRIVACY, "The server sees sums of updates alone, no single one (docs/privacy.md)."]
 MinCohort = Annotated[
-    int, Meta(ge=2), "Devices that a masked sum covers at least, and by which two sums of a run differ."
+    int,
+    Meta(ge=2),
+    Heading.PRIVACY,
+    "A masked sum covers at least this many devices, and two sums of a run differ by as many.",
 ]
 """Settings that the commands share."""
 

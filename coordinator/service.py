@@ -36,7 +36,6 @@ from coordinator.methods import (
     Server,
     State,
     dump,
-    installed_methods,
     load,
     make,
     method_class,
@@ -50,10 +49,11 @@ from coordinator.tracking import MLflow, TensorBoard
 from coordinator.watch import read_summary, without_bundle_because
 from fedge import weights
 from fedge.codec import encode
-from fedge.config import CODE, Duration, Name, Secret
-from fedge.credentials import Broker, Credentials
+from fedge.config import Duration, Secret
+from fedge.credentials import Broker, Credentials, FederationName
 from fedge.errors import MALFORMED, ConfigError, FruitlessError, ProtocolError, StoreError, failing_as
 from fedge.files import write_atomically
+from fedge.help import Heading
 from fedge.logs import bind
 from fedge.malloc import tune_malloc
 from fedge.messages import BlobRef, Codec, blobs_of
@@ -84,51 +84,66 @@ NOT_ANEW: Final = "the method has no clusters that it could remake now"
 IDENTITY: Final = ("federation", "method", "task", "seed", "rounds", "options")
 """Settings that identify a federation; `rounds`: those that it began with."""
 NO_OPTIONS: Final[Mapping[str, Option]] = MappingProxyType({})
-METHOD_NAMES: Final = ", ".join(installed_methods())
 
 
 class CoordinatorSettings(Credentials, frozen=True, kw_only=True):
     """Section [coordinator] of the configuration."""
 
     broker: Broker
-    federation: Annotated[Name, "Name of the federation."]
-    home: Annotated[Path, "Folder of the durable state. One coordinator each."]
+    federation: FederationName
+    home: Annotated[Path, Heading.FOLDERS, "This folder holds the durable state of one coordinator."]
     store: Annotated[
-        Secret | None, "postgresql://USER:PASSWORD@HOST/DATABASE, for all but tensors; default: HOME/store.db."
+        Secret | None,
+        Heading.FOLDERS,
+        "This database, postgresql://USER:PASSWORD@HOST/DATABASE, holds all but tensors; by default it is "
+        "HOME/store.db.",
     ] = None
-    blobs: Annotated[str | None, "s3://BUCKET/FOLDER for the tensors, for several machines; default: HOME/blobs."] = (
-        None
-    )
+    blobs: Annotated[
+        str | None,
+        Heading.FOLDERS,
+        "This bucket, s3://BUCKET/FOLDER, holds the tensors, for several machines; by default they are in HOME/blobs.",
+    ] = None
     task: TaskName
-    data: Annotated[Path | None, "Samples of all classes that describe an image-folder or arrays task."] = None
+    data: Annotated[
+        Path | None, Heading.TASK, "These samples of all classes describe an image-folder or arrays task."
+    ] = None
     model: ModelName = None
     weights: Weights = None
     adapt: Adapt = None
     allow: Allow = ""
     role: Annotated[
         Literal["all", "intake", "blobs"],
-        "intake, blobs: one more process beside a coordinator, with the same settings.",
+        Heading.RUNS,
+        "With intake or blobs this is one more process beside a coordinator, with the same settings.",
     ] = "all"
-    method: Annotated[str, CODE, f"{METHOD_NAMES}; NAME+ft: fine-tuned at the end."] = "fedge"
+    method: methods.MethodName = "fedge"
     server_data: Annotated[
-        Path | None, "Labelled samples of the server, for fedcoe and fedepc: an .npz or a folder of images."
+        Path | None,
+        Heading.TASK,
+        "These are labelled samples of the server, for fedcoe and fedepc: an .npz or a folder of images.",
     ] = None
     late_joiners: Annotated[
-        bool, "Stay after the last round and give new devices a bundle (fedge, fedcoe), until Ctrl-C."
+        bool,
+        Heading.DEVICES,
+        "The coordinator stays after the last round and gives new devices a bundle (fedge, fedcoe), until Ctrl-C.",
     ] = False
     rounds: methods.Rounds = DEFAULT.rounds
-    devices: Annotated[int, Meta(ge=1), "Devices to wait for before round 1."] = 1
+    devices: Annotated[int, Meta(ge=1), Heading.DEVICES, "Round 1 waits for this many devices."] = 1
     participation: methods.Participation = DEFAULT.participation
     deadline_s: Annotated[
         Duration,
-        "Least time for one step of a round. A device known to need longer gets longer, and one of "
-        "unknown speed five times as long for a bundle.",
+        Heading.RUNS,
+        "One step of a round has at least this time. A device known to need longer gets longer, and one of unknown "
+        "speed five times as long for a bundle.",
     ] = 60.0
     min_reports: methods.MinReports = DEFAULT.min_reports
     keep_rounds: Annotated[
-        int, Meta(ge=RECALLED_ROUNDS), "Rounds whose devices, orders and reports stay in the store, for audits."
+        int,
+        Meta(ge=RECALLED_ROUNDS),
+        Heading.FOLDERS,
+        "The store keeps the devices, orders and reports of this many rounds, for audits.",
     ] = RECALLED_ROUNDS
-    seed: Annotated[int, Meta(ge=0), "Of all random numbers."] = 0
+    seed: Annotated[int, Meta(ge=0), Heading.RUNS, "This seed decides all random numbers."] = 0
     local_steps: methods.LocalSteps = DEFAULT.sgd.steps
     local_epochs: methods.LocalEpochs = None
     batch_size: methods.BatchSize = DEFAULT.sgd.batch_size
@@ -137,7 +152,11 @@ class CoordinatorSettings(Credentials, frozen=True, kw_only=True):
     weight_decay: methods.WeightDecay = DEFAULT.sgd.weight_decay
     codec: methods.Encoding = DEFAULT.codec
     down: methods.Down = DEFAULT.down
-    readmit: Annotated[str, "Devices that leave quarantine now, comma-separated: their evidence is forgotten."] = ""
+    readmit: Annotated[
+        str,
+        Heading.DEVICES,
+        "These devices, comma-separated, leave quarantine now, and their evidence is forgotten.",
+    ] = ""
     average: protection.AverageRule = DEFAULT.protection.average
     hostile: protection.HostileShare = DEFAULT.protection.hostile
     dp_epsilon: protection.DpEpsilon = DEFAULT.protection.dp_epsilon
@@ -146,12 +165,14 @@ class CoordinatorSettings(Credentials, frozen=True, kw_only=True):
     dp_clip: protection.DpClip = DEFAULT.protection.dp_clip
     masking: protection.Masking = DEFAULT.protection.masking
     min_cohort: protection.MinCohort = DEFAULT.protection.min_cohort
-    ui: Annotated[str | None, "Show the federation in a browser at HOST:PORT (`fedge ui`)."] = None
+    ui: Annotated[
+        str | None, Heading.SERVER, "A page at HOST:PORT shows the federation in a browser, as `fedge ui` does."
+    ] = None
     tensorboard: TensorBoard = None
     mlflow: MLflow = None
-    train_on: Annotated[Processor, "What trains and asks networks of the server's own (fedcoe): cpu or cuda."] = (
-        Processor.CPU
-    )
+    train_on: Annotated[
+        Processor, Heading.RUNS, "Networks of the server's own (fedcoe) are trained and asked on this processor."
+    ] = Processor.CPU
 
     def for_method(self, options: Mapping[str, Option] = NO_OPTIONS, last: int | None = None) -> MethodSettings:
         """The settings for the method; `options` are its own, `last` as in `MethodSettings`."""

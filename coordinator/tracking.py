@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Final
 
 from fedge.errors import ConfigError, failing_as
+from fedge.help import Heading
 from fedge.loading import needs
 
 log = logging.getLogger("fedge.coordinator")
@@ -29,8 +30,12 @@ QUIET: Final = {
 }
 
 
-TensorBoard = Annotated[Path | None, "Folder for TensorBoard's files (fedge[tracking])."]
-MLflow = Annotated[str | None, "Tracking server of MLflow, http://HOST:PORT (fedge[tracking])."]
+TensorBoard = Annotated[
+    Path | None, Heading.TRACKING, "TensorBoard's files are written to this folder (fedge[tracking])."
+]
+MLflow = Annotated[
+    str | None, Heading.TRACKING, "MLflow has its tracking server at http://HOST:PORT (fedge[tracking])."
+]
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import click
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from coordinator.control import act
 from coordinator.store import Store
@@ -26,20 +26,21 @@ from fedge.background import until_stopped
 from fedge.config import Secret, resolve, settings_options
 from fedge.credentials import CA
 from fedge.errors import ConfigError
+from fedge.help import Command, Heading, json_lines, json_option, last_option, option
 from fedge.stopping import INTERRUPTED
 from fedge.text import printable
-from fedge.tls import server_tls
+from fedge.tls import HttpCertificate, HttpKey, ListenHost, ListenPort, server_tls
 
 if TYPE_CHECKING:
     from coordinator.ui import Page
 
 LOOK_S: Final = 0.5
 """Pause between two looks for new events."""
-HOME: Final = click.option(
-    "--home", type=click.Path(path_type=Path), required=True, help="Folder of the coordinator on this machine."
-)
-STORE: Final = click.option("--store", help="postgresql://... of the coordinator's tables, if it keeps them there.")
-JSON: Final = click.option("--json", "as_json", is_flag=True, help="All there is, as JSON.")
+HOME_HELP: Final = "This is the folder of a coordinator on this machine."
+STORE_HELP: Final = "This database, postgresql://..., has the coordinator's tables, if it keeps them there."
+HOME: Final = option("--home", heading=Heading.FOLDERS, type=click.Path(path_type=Path), required=True, help=HOME_HELP)
+STORE: Final = option("--store", heading=Heading.FOLDERS, help=STORE_HELP)
+JSON: Final = json_option()
 
 
 def opened(home: Path, store: str | None) -> Store:
@@ -87,7 +88,7 @@ def ago(at: float | None) -> str:
     return "-" if at is None else f"{lasting(max(time.time() - at, 0))} ago"
 
 
-@click.command()
+@click.command(cls=Command)
 @HOME
 @STORE
 @JSON
@@ -96,7 +97,6 @@ def devices(home: Path, store: str | None, as_json: bool) -> int:
 
     Examples:
       fedge devices --home shop
-      fedge devices --home shop --json
 
     Exit codes: 0, 2 no coordinator's folder, 4 what the coordinator wrote cannot be read.
     """
@@ -116,11 +116,11 @@ def devices(home: Path, store: str | None, as_json: bool) -> int:
     return _show(found, as_json, columns)
 
 
-@click.command()
+@click.command(cls=Command)
 @HOME
 @STORE
 @JSON
-@click.option("--last", type=click.IntRange(1), default=20, show_default=True, help="So many of them.")
+@last_option(20)
 def rounds(home: Path, store: str | None, as_json: bool, last: int) -> int:
     """List the rounds: who was asked, how many answered, were late or failed, accuracy.
 
@@ -146,7 +146,7 @@ def _clock(at: float) -> str:
     return datetime.fromtimestamp(at).astimezone().strftime("%Y-%m-%d %H:%M:%S")
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("device")
 @click.argument("round_", metavar="[ROUND]", type=click.IntRange(0), required=False)
 @HOME
@@ -169,14 +169,26 @@ def why(device: str, round_: int | None, home: Path, store: str | None, as_json:
     return 0
 
 
-@click.command()
+@click.command(cls=Command)
 @HOME
 @STORE
-@click.option("--json", "as_json", is_flag=True, help="One JSON object per event.")
-@click.option("--follow", "-f", is_flag=True, help="Go on as they come, until Ctrl-C.")
-@click.option("--device", help="Of this one alone.")
-@click.option("--round", "round_", type=click.IntRange(0), help="Of this round alone.")
-@click.option("--last", type=click.IntRange(1), default=50, show_default=True, help="So many of them.")
+@json_lines("event")
+@option(
+    "--follow",
+    "-f",
+    is_flag=True,
+    heading=Heading.SELECTION,
+    help="The command shows events as they come, until Ctrl-C.",
+)
+@option("--device", heading=Heading.SELECTION, help="Only events of this device are shown.")
+@option(
+    "--round",
+    "round_",
+    heading=Heading.SELECTION,
+    type=click.IntRange(0),
+    help="Only events of this round are shown.",
+)
+@last_option(50)
 def events(
     home: Path, store: str | None, as_json: bool, follow: bool, device: str | None, round_: int | None, last: int
 ) -> int:
@@ -185,7 +197,6 @@ def events(
     Examples:
       fedge events --home shop --follow
       fedge events --home shop --device cam7 --last 200
-      fedge events --home shop --round 12 --json
 
     Exit codes: 0, 2 no coordinator's folder, 4 the store cannot be read, 130 stopped.
     """
@@ -225,7 +236,7 @@ def _asks(name: str, about: str, arguments: str = "") -> click.Command:
         command = click.argument("device")(command)
     codes = "Exit codes: 0, 2 no coordinator's folder or no such name, 4 the store cannot be written."
     text = f"{about}\n\nExamples:\n  fedge {name}{arguments} --home shop\n\n{codes}"
-    return click.command(name, help=text)(command)
+    return click.command(name, cls=Command, help=text)(command)
 
 
 retire = _asks(
@@ -242,38 +253,46 @@ resume = _asks("resume", "Begin rounds again.")
 class UiSettings(Struct, frozen=True, kw_only=True):
     """Section [ui] of the configuration."""
 
-    home: Annotated[Path, "Folder of the coordinator on this machine."]
-    store: Annotated[Secret | None, "postgresql://... of its tables, if it keeps them there."] = None
-    host: Annotated[str, "Address to listen on; 0.0.0.0: everybody in the network may ask."] = "127.0.0.1"
-    port: Annotated[int, Meta(ge=0, le=65535), "Port to listen on; 0: a free one."] = 8700
-    token: Annotated[Secret | None, "Who acts must show it; without it that of HOME/ui-token, which is made."] = None
-    rollouts: Annotated[str, "Repositories of `fedge release`, comma-separated, whose rollouts are shown."] = ""
-    http_cert_file: Annotated[str | None, "Certificate of this server for HTTPS; turns it on."] = None
-    http_key_file: Annotated[str | None, "Its private key."] = None
+    home: Annotated[Path, Heading.FOLDERS, HOME_HELP]
+    store: Annotated[Secret | None, Heading.FOLDERS, STORE_HELP] = None
+    host: ListenHost = "127.0.0.1"
+    port: ListenPort = 8700
+    token: Annotated[
+        Secret | None,
+        Heading.SERVER,
+        "Who acts must show this token; by default it is that of HOME/ui-token, which is made.",
+    ] = None
+    rollouts: Annotated[
+        str, Heading.SERVER, "The page shows the rollouts of these repositories of `fedge release`, comma-separated."
+    ] = ""
+    http_cert_file: HttpCertificate = None
+    http_key_file: HttpKey = None
     home_assistant: Annotated[
-        Secret | None, "mqtt://USER:PASSWORD@HOST:PORT of Home Assistant's broker: the devices show up there."
+        Secret | None,
+        Heading.SERVER,
+        "The devices show up in Home Assistant, whose broker is at mqtt://USER:PASSWORD@HOST:PORT.",
     ] = None
     members: Annotated[
         Path | None,
-        "Folder with ca.crt, crl.pem and members.json, such as the coordinator's identity: "
-        "`operator` acts and `status` looks by certificate.",
+        Heading.SERVER,
+        "By ca.crt, crl.pem and members.json of this folder, such as the coordinator's identity, `operator` acts and "
+        "`status` looks with certificates.",
     ] = None
 
 
-@click.command()
+@click.command(cls=Command)
 @settings_options(UiSettings, "ui")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object with the address on standard output.")
+@json_option()
 def ui(config: Path | None, as_json: bool, **flags: object) -> int:
     """Show a federation in a browser, live: devices, clusters, rounds, accuracy, rollouts, events; and control it.
 
     The coordinator need not be running. On this machine everybody may look. To change anything, or to look from another
-    machine, log in with the token in HOME/ui-token. /metrics is for Prometheus. The page starts a rollout by `fedge
-    rollout start` with section [rollout] of --config; the rollout continues when the page ends.
+    machine, log in with the token in HOME/ui-token. /metrics is for Prometheus. A rollout that the page starts, by
+    section [rollout] of --config, continues when the page ends.
 
     Examples:
       fedge ui --home shop
       fedge ui --home shop --rollouts releases --config fleet.toml
-      fedge ui --home shop --host 0.0.0.0 --http-cert-file own.crt --http-key-file own.key
       fedge ui --home shop --host 0.0.0.0 --http-cert-file own.crt --http-key-file own.key --members server/coordinator
 
     Exit codes: 2 wrong usage, 3 the port is taken, 130 stopped.

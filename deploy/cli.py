@@ -27,6 +27,7 @@ from deploy.runtime import Prediction, Runtime, load_as
 from fedge import images, npz, table
 from fedge.config import resolve, settings_options
 from fedge.errors import ConfigError, UpdateRejected, failing_as
+from fedge.help import Command, Heading, json_lines
 from fedge.labels import class_numbers
 from fedge.preprocess import apply, load_image
 from fedge.task import TaskSpec
@@ -48,8 +49,10 @@ class Samples:
 class InferSettings(Struct, frozen=True, kw_only=True):
     """Section [infer] of the configuration."""
 
-    batch: Annotated[int, Meta(ge=1), "Samples in one call."] = 1
-    repeat: Annotated[int, Meta(ge=1), "Repetitions, to measure latency."] = 1
+    batch: Annotated[int, Meta(ge=1), Heading.PREDICTION, "One call has this many samples."] = 1
+    repeat: Annotated[
+        int, Meta(ge=1), Heading.PREDICTION, "The prediction is repeated this many times, to measure latency."
+    ] = 1
     runtime: RuntimeOption = "auto"
     mode: ModeOption = "normal"
     threads: ThreadsOption = 1
@@ -57,27 +60,25 @@ class InferSettings(Struct, frozen=True, kw_only=True):
     provider_options: ProviderOptions = ""
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.argument("inputs", nargs=-1, required=True, metavar="INPUT...", type=click.Path(path_type=Path))
 @settings_options(InferSettings, "infer")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object per input, a line each.")
+@json_lines("input")
 def infer(bundle: Path, inputs: tuple[Path, ...], config: Path | None, as_json: bool, **flags: object) -> None:
     """Predict with an installed bundle; needs no torch.
 
     INPUT is a PNG or JPEG picture, a folder or .zip of pictures, an .npy array (one sample or a batch), an .npz file
-    with x, or a .csv or .parquet of a task with a schema. The accuracy is shown if the classes are known: y in the
-    .npz, one folder per class, or the schema's column.
+    with x, or a .csv or .parquet of a task with a schema. The accuracy is shown if y in the .npz, class folders or the
+    schema's column tell the classes.
 
-    Each sample is shown with its class, the probability, and of each model in the mixture the weight and, in brackets,
-    the calibrated energy: the lower, the surer the model is.
+    Each sample is shown with its class and probability, and with the weight of each model in the mixture. In brackets
+    is its calibrated energy: the lower, the surer the model.
 
     Examples:
       fedge infer bundles/3 photo.png
       fedge infer bundles/3 photos --json
-      fedge infer bundles/3 test.npz
       fedge infer bundles/3 sample.npy --repeat 1000
-      fedge infer bundles/3 test.npz --runtime lazy
       fedge infer bundles/3 test.npz --provider tensorrt --provider-options trt_fp16_enable=1
 
     Exit codes: 0 done, 2 no bundle there, an input that cannot be read or a provider that does not run here, 5 the

@@ -24,6 +24,7 @@ from fedge import fusion
 from fedge.bundle import INPUT, INT8, LOGITS, OUTPUTS, Bundle, Part, PoolInfo
 from fedge.errors import ConfigError
 from fedge.fusion import Floats, Formula, fuse, gate_scores
+from fedge.help import Heading
 from fedge.messages import Role
 from fedge.onnx_wire import largest_int8
 from fedge.tensors import Tensors, views_of
@@ -44,15 +45,24 @@ ROUNDING: Final = 1e-4
 """Relative tolerance of an energy's bound, which another engine recorded."""
 
 
-RuntimeOption = Annotated[EngineChoice, "Engine (docs/runtime.md); lazy and int8 are approximate."]
-ModeOption = Annotated[Mode, "shift: for samples unlike the device's own data."]
-ThreadsOption = Annotated[int, Meta(ge=1, le=256), "Threads of ONNX Runtime."]
+RuntimeOption = Annotated[
+    EngineChoice,
+    Heading.PREDICTION,
+    "This engine runs the bundle (docs/runtime.md); lazy and int8 are approximate.",
+]
+ModeOption = Annotated[Mode, Heading.PREDICTION, "The mode shift is for samples unlike the device's own data."]
+ThreadsOption = Annotated[int, Meta(ge=1, le=256), Heading.PREDICTION, "ONNX Runtime has this many threads."]
 ProviderOption = Annotated[
     str,
-    "Execution provider of ONNX Runtime: cpu, cuda, tensorrt, xnnpack, or another by its full name; an "
-    "error if it does not run. auto: the best that runs here.",
+    Heading.PREDICTION,
+    "ONNX Runtime takes this execution provider: cpu, cuda, tensorrt, xnnpack, or another by its full name. It is an "
+    "error if it does not run; auto is the best that runs here.",
 ]
-ProviderOptions = Annotated[str, "Options of the provider, as ONNX Runtime names them: trt_fp16_enable=1,device_id=0."]
+ProviderOptions = Annotated[
+    str,
+    Heading.PREDICTION,
+    "The provider gets these options, as ONNX Runtime names them: trt_fp16_enable=1,device_id=0.",
+]
 
 
 class How(Struct, frozen=True, kw_only=True):

@@ -16,6 +16,7 @@ from deploy.slots import Slots, newest_in_inbox, owned, slot_in, state_of
 from fedge.bundle import MANIFEST, Bundle, digest_in, look, read, require_bundle
 from fedge.errors import ConfigError, StoreError, UpdateRejected, failing_as
 from fedge.files import InUseError, whole_folder, write_atomically
+from fedge.help import Command, Heading, json_option, option
 from fedge.rollout import MAX_METADATA_BYTES
 from fedge.task import TaskSpec
 
@@ -24,18 +25,29 @@ HANDED_S: Final = 300.0
 LOOK_S: Final = 0.2
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("bundle", required=False, type=click.Path(path_type=Path))
-@click.option("--home", required=True, type=click.Path(path_type=Path), help="Folder of the device's runtime.")
-@click.option("--root", type=click.Path(path_type=Path), help="Root of trust: `fedge release show` names it.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@option(
+    "--home",
+    heading=Heading.FOLDERS,
+    required=True,
+    type=click.Path(path_type=Path),
+    help="This is the folder of the device's runtime.",
+)
+@option(
+    "--root",
+    heading=Heading.BUNDLES,
+    type=click.Path(path_type=Path),
+    help="This file is the root of trust; `fedge release show` names it.",
+)
+@json_option()
 def install(bundle: Path | None, home: Path, root: Path | None, *, as_json: bool) -> None:
     """Give a device its first bundle and its root of trust, by hand.
 
-    The bundle is verified, run once in a separate process and, if another one is installed, compared with it on the
-    device's own samples (HOME/validation.npz); then it goes into service. If `fedge serve` runs on this HOME, a bundle
-    of a higher release is handed over to it: it does the same, and serves the bundle on trial. --root needs it stopped.
-    Later bundles come by `fedge rollout`.
+    The bundle is verified, run once in a separate process, and compared with an installed one on the device's own
+    samples (HOME/validation.npz). Then it goes into service. If `fedge serve` runs on this HOME, it gets a bundle of a
+    higher release, does the same, and serves the bundle on trial. --root needs it stopped. Later bundles come by `fedge
+    rollout`.
 
     Examples:
       fedge install --home cam1 bundle

@@ -37,13 +37,14 @@ from fedge.config import NAME, Name, Secret, resolve, settings_options
 from fedge.credentials import Credentials, KeepAlive
 from fedge.egress import Door, Rules, RulesFile, rules_of
 from fedge.errors import ConfigError, StoreError, TransportError
+from fedge.help import Command, Heading, json_lines
 from fedge.logs import bind
 from fedge.notify import ready
 from fedge.renewal import Renewal
 from fedge.route import parse_address
 from fedge.step import Reveals
 from fedge.stopping import INTERRUPTED
-from fedge.tls import server_tls
+from fedge.tls import HttpCertificate, HttpKey, ListenHost, ListenPort, server_tls
 from fedge.topics import Topics
 from fedge.transport import SHORT_SESSION_S, SLOW_RETRY_S, BrokerSettings, Transport
 
@@ -58,41 +59,58 @@ LOCAL: Final = "local"
 class ServeSettings(Credentials, frozen=True, kw_only=True):
     """Section [serve] of the configuration."""
 
-    home: Annotated[Path | None, "Folder of a device: serve its installed bundle, and each later one."] = None
-    host: Annotated[str, "Address to listen on; 0.0.0.0: all of this machine's networks."] = "127.0.0.1"
-    port: Annotated[int, Meta(ge=0, le=65535), "Port to listen on; 0: a free one."] = 8000
-    max_batch: Annotated[int, Meta(ge=1, le=256), "Samples of several requests in one call."] = 8
-    max_delay_ms: Annotated[
-        float, Meta(ge=0, le=1000, extra={"unit": "ms"}), "How long a request waits for others."
-    ] = 0.0
-    max_waiting: Annotated[int, Meta(ge=1, le=10000), "Requests that may wait; others get 503."] = 64
-    max_body: Annotated[float, Meta(gt=0, le=1024, extra={"unit": "MiB"}), "Largest request."] = 8.0
-    token: Annotated[
-        Secret | None, "Clients must show it, except for health checks; set it in the environment, and use TLS."
+    home: Annotated[
+        Path | None,
+        Heading.FOLDERS,
+        "This is the folder of a device, whose installed bundle is served, and each later one.",
     ] = None
-    http_cert_file: Annotated[str | None, "Certificate of this server for HTTPS; turns it on."] = None
-    http_key_file: Annotated[str | None, "Its private key."] = None
+    host: ListenHost = "127.0.0.1"
+    port: ListenPort = 8000
+    max_batch: Annotated[
+        int, Meta(ge=1, le=256), Heading.SERVER, "One call takes up to this many samples of several requests."
+    ] = 8
+    max_delay_ms: Annotated[
+        float,
+        Meta(ge=0, le=1000, extra={"unit": "ms"}),
+        Heading.SERVER,
+        "A request waits this long for others.",
+    ] = 0.0
+    max_waiting: Annotated[
+        int, Meta(ge=1, le=10000), Heading.SERVER, "This many requests may wait; others get 503."
+    ] = 64
+    max_body: Annotated[
+        float, Meta(gt=0, le=1024, extra={"unit": "MiB"}), Heading.SERVER, "A request has at most this size."
+    ] = 8.0
+    token: Annotated[
+        Secret | None,
+        Heading.SERVER,
+        "Clients must show this token, except for health checks. It is best set in the environment and used with TLS.",
+    ] = None
+    http_cert_file: HttpCertificate = None
+    http_key_file: HttpKey = None
     runtime: RuntimeOption = "auto"
     mode: ModeOption = "normal"
     threads: ThreadsOption = 1
     provider: ProviderOption = "auto"
     provider_options: ProviderOptions = ""
-    broker: Annotated[str | None, "MQTT broker, as of `fedge agent`: also answer sensors there."] = None
-    federation: Annotated[Name | None, "With a broker: the federation's name."] = None
-    id: Annotated[Name | None, "With a broker: the name of this device."] = None
+    broker: Annotated[
+        str | None, Heading.BROKER, "Sensors are answered at this MQTT broker, too; it is named as in `fedge agent`."
+    ] = None
+    federation: Annotated[Name | None, Heading.BROKER, "With --broker, this is the name of the federation."] = None
+    id: Annotated[Name | None, Heading.BROKER, "With --broker, this is the name of the device."] = None
     egress: RulesFile = None
     keepalive_s: KeepAlive = 30
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("folders", nargs=-1, metavar="[FOLDER|NAME=FOLDER]...")
 @settings_options(ServeSettings, "serve")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object per event on standard output.")
+@json_lines("event")
 def serve(folders: tuple[str, ...], config: Path | None, as_json: bool, **flags: object) -> int:
     """Answer inference requests: the Open Inference Protocol 2 over HTTP, as Triton and KServe speak it.
 
     FOLDER is a bundle, whose model has the folder's name, or an agent's home. NAME=FOLDER gives the model another name.
-    A home, like --home, serves its installed bundle under its task's name, and switches without a pause when the agent
+    A home, like --home, serves its installed bundle under its task's name. It switches without a pause when the agent
     writes a newer one or `fedge install` brings it. With --broker, the device also follows its fleet's rollouts in
     --home, and sensors may send samples over MQTT. Before you let other machines in, give it a certificate
     (--http-cert-file) and a token (docs/runtime.md).
@@ -101,8 +119,6 @@ def serve(folders: tuple[str, ...], config: Path | None, as_json: bool, **flags:
       fedge serve cam1/bundles/3
       fedge serve front=cam1/bundles/3 back=cam2/bundles/3 --port 9000
       fedge serve --home cam1
-      fedge serve --home people doors=other-task/home
-      fedge serve --home cam1 --provider tensorrt --provider-options trt_fp16_enable=1
       fedge serve --home cam1 --broker server:1883 --federation shop --id cam1
       fedge serve --home cam1 --host 0.0.0.0 --http-cert-file own.crt --http-key-file own.key --token 3f9c1b7e52a80d46
 

@@ -18,6 +18,7 @@ from fedge.background import STOP_S, on_signal
 from fedge.config import resolve, settings_options
 from fedge.egress import Rules, rules_of
 from fedge.errors import ConfigError
+from fedge.help import Command, json_lines
 from fedge.logs import bind
 from fedge.processor import Processor
 from fedge.stopping import INTERRUPTED
@@ -29,22 +30,21 @@ if TYPE_CHECKING:
 log = logging.getLogger("fedge.agent")
 
 
-@click.command()
+@click.command(cls=Command)
 @settings_options(AgentSettings, "agent")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object per event on standard output.")
+@json_lines("event")
 def agent(config: Path | None, as_json: bool, **flags: object) -> int:
     """Take part in a federation with the data of this device, until Ctrl-C or SIGTERM.
 
-    Raw samples, labels, samples marked sensitive and the private model never leave the device. What else may leave, its
-    owner says in HOME/egress.toml; `fedge egress` shows what did (docs/privacy.md). If it is killed at any moment and
-    started again with the same --home, it continues where it was. Without torch (or with --inference-only) it trains
-    nothing and needs no labels: methods with a global model (fedge, fedavg, ...) send that as a finished bundle, fedcoe
+    Raw samples, labels, samples marked sensitive and the private model never leave the device. Its owner says in
+    HOME/egress.toml what else may leave; `fedge egress` shows what did (docs/privacy.md). An agent that was killed
+    continues where it was, if it has the same --home. Without torch, or with --inference-only, it trains nothing and
+    needs no labels. Methods with a global model (fedge, fedavg, ...) then send that as a finished bundle, and fedcoe
     sends one for its samples.
 
     Examples:
       fedge agent --broker server:1883 --federation shop --id cam1 --home cam1 --task digits --data cam1.npz
       fedge agent --config raspberry_pi.toml --id cam3 --inference-only
-      fedge agent --config raspberry_pi.toml --id cam2
       fedge agent --config raspberry_pi.toml --max-temperature-c 70 --json
 
     Exit codes: 2 wrong configuration, 3 the broker refuses us, 4 the disk is full or broken, 130 stopped.

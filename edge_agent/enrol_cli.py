@@ -17,6 +17,7 @@ from fedge.config import section_of
 from fedge.credentials import CA, CERTIFICATE, KEY
 from fedge.errors import ConfigError, failing_as
 from fedge.files import write_atomically
+from fedge.help import Command, Heading, json_option, option
 from fedge.identity import subject_of
 from fedge.kit import MAX_BYTES, Kit, unseal
 from fedge.loading import code_in
@@ -29,21 +30,35 @@ CONFIG: Final = "agent.toml"
 TASK: Final = "task.json"
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("kit", type=click.Path(path_type=Path), required=False)
-@click.option(
-    "--request", "device_id", metavar="ID", help="Make a key here, and ID.csr for `fedge provision device --request`."
+@option(
+    "--request",
+    "device_id",
+    heading=Heading.MEMBERS,
+    metavar="ID",
+    help="The command makes a key here, and ID.csr for `fedge provision device --request`.",
 )
-@click.option("--data", type=click.Path(path_type=Path), help="The agent's samples: an .npz or a folder.")
-@click.option("--task", help="Task, as for `fedge agent`; default: that of the kit.")
-@click.option(
+@option(
+    "--data",
+    heading=Heading.TASK,
+    type=click.Path(path_type=Path),
+    help="These are the agent's samples: an .npz or a folder.",
+)
+@option(
+    "--task",
+    heading=Heading.TASK,
+    help="The agent has this task, as for `fedge agent`; by default it is that of the kit.",
+)
+@option(
     "--folder",
+    heading=Heading.MEMBERS,
     type=click.Path(path_type=Path, file_okay=False),
     default=FOLDER,
     show_default=True,
-    help="For identity and configuration. Only with the default folder the agent becomes a service.",
+    help="This folder gets identity and configuration. Only with the default folder the agent becomes a service.",
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@json_option()
 def enrol(
     kit: Path | None,
     device_id: str | None,
@@ -55,8 +70,9 @@ def enrol(
 ) -> None:
     """Make this machine the device that a start-up kit names (`fedge provision device`); "-" reads it from a pipe.
 
-    Writes FOLDER/identity and FOLDER/agent.toml, the configuration of `fedge agent`; an existing one stays unchanged.
-    As root under systemd it also makes the agent a service of the user fedge, and starts it. A kit names no code.
+    The command writes FOLDER/identity and FOLDER/agent.toml, the configuration of `fedge agent`; an existing one stays
+    unchanged. As root under systemd it also makes the agent a service of the user fedge, and starts it. A kit names no
+    code.
 
     Examples:
       fedge enrol /media/stick/cam1.kit --task digits --data /srv/cam1.npz

@@ -8,9 +8,10 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from fedge.config import CODE, Duration, Name, Seconds
-from fedge.credentials import Broker, Credentials, KeepAlive
+from fedge.config import CODE, Duration, Seconds
+from fedge.credentials import Broker, Credentials, DeviceName, FederationName, KeepAlive
 from fedge.egress import RulesFile
+from fedge.help import Heading
 from fedge.processor import Processor, TrainOn
 from fedge.step import Steps, known_steps
 from fedge.steps.mask_shares import MIN_COHORT
@@ -22,42 +23,64 @@ class AgentSettings(Credentials, frozen=True, kw_only=True):
     """Section [agent] of the configuration."""
 
     broker: Broker
-    federation: Annotated[Name, "Name of the federation to take part in."]
-    id: Annotated[Name, "Name of this device, unique in the federation: letters, digits, dot, dash, underscore."]
-    home: Annotated[Path, "Folder of this agent alone: private model, unfinished orders, bundles."]
+    federation: FederationName
+    id: DeviceName
+    home: Annotated[
+        Path, Heading.FOLDERS, "This folder is for this agent alone: private model, unfinished orders, bundles."
+    ]
     task: TaskName
-    data: Annotated[Path, "This device's samples: an .npz, or a folder with a folder per class."]
-    seed: Annotated[int, Meta(ge=0), "Seed of the validation split, if the data have none."] = 0
+    data: Annotated[
+        Path, Heading.TASK, "These are this device's samples: an .npz, or a folder with a folder per class."
+    ]
+    seed: Annotated[int, Meta(ge=0), Heading.TASK, "This seed decides the validation split, if the data have none."] = 0
     train_on: TrainOn = Processor.CPU
-    inference_only: Annotated[bool, "Never train: wait for a finished bundle. Always so without torch."] = False
+    inference_only: Annotated[
+        bool, Heading.RUNS, "The agent never trains, but waits for a finished bundle; without torch it always does."
+    ] = False
     egress: RulesFile = None
     max_epsilon: Annotated[
         Annotated[float, Meta(gt=0)] | None,
-        "Privacy budget: reveal the samples only with noise, and nothing more once the total would "
-        "exceed this epsilon (docs/privacy.md).",
+        Heading.EGRESS,
+        "The samples are revealed only with noise, and no more once the total would exceed this epsilon, the privacy "
+        "budget (docs/privacy.md).",
     ] = None
-    delta: Annotated[float, Meta(gt=0, lt=1), "Delta of --max-epsilon: below 1 / samples."] = 1e-5
+    delta: Annotated[
+        float, Meta(gt=0, lt=1), Heading.EGRESS, "This is the delta of --max-epsilon, below 1 / samples."
+    ] = 1e-5
     min_cohort: Annotated[
-        int, Meta(ge=2), "Decline masked sums of fewer devices, or that differ by fewer from an earlier one."
+        int,
+        Meta(ge=2),
+        Heading.EGRESS,
+        "The device declines masked sums of fewer devices, or that differ by fewer from an earlier one.",
     ] = MIN_COHORT
     min_free_ram_gb: Annotated[
-        Annotated[float, Meta(ge=0, extra={"unit": "GB"})] | None, "Decline work if less memory is free."
+        Annotated[float, Meta(ge=0, extra={"unit": "GB"})] | None,
+        Heading.LOAD,
+        "The device declines work if less memory is free.",
     ] = None
     max_temperature_c: Annotated[
-        Annotated[float, Meta(extra={"unit": "C"})] | None, "Decline work if hotter; needs a sensor."
+        Annotated[float, Meta(extra={"unit": "C"})] | None,
+        Heading.LOAD,
+        "The device declines work if it is hotter; this needs a sensor.",
     ] = None
     min_battery: Annotated[
-        Annotated[float, Meta(ge=0, le=1, extra={"unit": "0..1"})] | None, "Decline work on battery with less charge."
+        Annotated[float, Meta(ge=0, le=1, extra={"unit": "0..1"})] | None,
+        Heading.LOAD,
+        "The device declines work on battery with less charge.",
     ] = None
-    context_interval_s: Annotated[Duration, "How often the device reports its state."] = 10.0
+    context_interval_s: Annotated[Duration, Heading.LOAD, "The device reports its state in these intervals."] = 10.0
     keep_worker_s: Annotated[
         Seconds | None,
-        "How long the training process waits for the next order before it frees its memory; "
-        "default: 60 s, or 0 if less than 0.5 GB is free.",
+        Heading.LOAD,
+        "The training process waits this long for the next order before it frees its memory. By default it waits 60 s, "
+        "or not at all if less than 0.5 GB is free.",
     ] = None
-    steps: Annotated[str, CODE, "Your own steps besides the installed ones, package.module:Class, comma-separated."] = (
-        ""
-    )
+    steps: Annotated[
+        str,
+        CODE,
+        Heading.CODE,
+        "These steps of your own come beside the installed ones: package.module:Class, comma-separated.",
+    ] = ""
     allow: Allow = ""
     keepalive_s: KeepAlive = 30
 

@@ -14,37 +14,49 @@ from export.bundle import packed
 from export.int8 import Int8Limits, Int8Report, quantise
 from fedge.bundle import MANIFEST, Bundle, look, read
 from fedge.errors import ConfigError, UpdateRejected
+from fedge.help import Command, Heading, json_lines, option
 from fedge.validation import load_validation
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("homes", nargs=-1, required=True, metavar="HOME...", type=click.Path(path_type=Path))
-@click.option("--out", type=click.Path(path_type=Path), help="Copy the newest bundle of HOME there.")
-@click.option(
-    "--int8", is_flag=True, help="Add the graph in 8 bits to the copy, calibrated on HOME's validation samples."
+@option(
+    "--out",
+    heading=Heading.OUTPUT,
+    type=click.Path(path_type=Path),
+    help="The newest bundle of HOME is copied to this folder.",
 )
-@click.option(
+@option(
+    "--int8",
+    heading=Heading.BUNDLES,
+    is_flag=True,
+    help="The copy also has the graph in 8 bits, calibrated on HOME's validation samples.",
+)
+@option(
     "--int8-agreement",
+    heading=Heading.BUNDLES,
     type=click.FloatRange(0, 1),
     default=Int8Limits().agreement,
     show_default=True,
-    help="Smallest share of samples on which 8 bits and float32 must give the same class.",
+    help="The graph in 8 bits must give the class of float32 on at least this share of samples.",
 )
-@click.option(
+@option(
     "--int8-accuracy-drop",
+    heading=Heading.BUNDLES,
     type=click.FloatRange(0, 1),
     default=Int8Limits().accuracy_drop,
     show_default=True,
-    help="Largest loss of accuracy by 8 bits on the device's samples.",
+    help="The graph in 8 bits may lose at most this much accuracy on the device's samples.",
 )
-@click.option(
+@option(
     "--int8-latency-ratio",
+    heading=Heading.BUNDLES,
     type=click.FloatRange(0),
     default=Int8Limits().latency_ratio,
     show_default=True,
-    help="Largest time per sample in 8 bits, relative to float32, on this machine.",
+    help="The graph in 8 bits may take at most this time per sample on this machine, relative to float32.",
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object per home, a line each.")
+@json_lines("home")
 def export(
     homes: tuple[Path, ...],
     out: Path | None,
@@ -58,9 +70,8 @@ def export(
     """Write the bundle of a device or a model for ONNX Runtime.
 
     HOME is an agent's home, or a bundle. Its newest bundle is verified: every digest, and a run in ONNX Runtime. --out
-    copies it; with several homes, each to a folder of its name. With --int8 the copy can also run in 8 bits
-    (`fedge infer --runtime int8`), unless that predicts worse on HOME/validation.npz than the limits allow, or is
-    slower on this machine: run it on the board that will predict.
+    copies it; with several homes, each to a folder of its name. With --int8 the copy can also run in 8 bits (`fedge
+    infer --runtime int8`), if that keeps the limits. Run it on the board that will predict.
 
     Examples:
       fedge export cam1

@@ -11,12 +11,13 @@ import click
 from export.cli import newest
 from export.signing import LIFETIMES, ROLES, Repository
 from fedge.errors import ConfigError
+from fedge.help import CommandGroup, Heading, json_option, option
 
-_json = click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+_json = json_option()
 _repo = click.argument("repo", type=click.Path(path_type=Path))
 
 
-@click.group()
+@click.group(cls=CommandGroup)
 def release() -> None:
     """Sign bundles, so that devices can tell what is genuine.
 
@@ -40,8 +41,8 @@ def release() -> None:
 def init(repo: Path, *, as_json: bool) -> None:
     """Make a repository with new keys, one for each role.
 
-    Keep REPO/keys/root.*.pem and REPO/keys/targets.*.pem offline, on a separate medium. `rotate` needs the first, `add`
-    the second; `renew`, which runs online, needs only the keys of snapshot and timestamp.
+    Keep REPO/keys/root.*.pem and REPO/keys/targets.*.pem offline. `rotate` needs the first, `add` the second; `renew`,
+    which runs online, needs only the keys of snapshot and timestamp.
 
     Examples:
       fedge release init releases
@@ -54,8 +55,19 @@ def init(repo: Path, *, as_json: bool) -> None:
 @release.command()
 @_repo
 @click.argument("bundle", type=click.Path(path_type=Path))
-@click.option("--name", default="manifest", show_default=True, help="Distinguishes bundles of one release.")
-@click.option("--number", type=click.IntRange(1), help="Number of the release; default: that of the bundle.")
+@option(
+    "--name",
+    heading=Heading.BUNDLES,
+    default="manifest",
+    show_default=True,
+    help="This name distinguishes bundles of one release.",
+)
+@option(
+    "--number",
+    heading=Heading.BUNDLES,
+    type=click.IntRange(1),
+    help="The release has this number; by default it is that of the bundle.",
+)
 @_json
 def add(repo: Path, bundle: Path, name: str, number: int | None, *, as_json: bool) -> None:
     """Release a bundle, or the newest one of an agent's home: sign its manifest, keep its files for devices to fetch.
@@ -103,8 +115,8 @@ def rotate(repo: Path, role: str, *, as_json: bool) -> None:
 def renew(repo: Path, *, as_json: bool) -> None:
     """Sign the newest state again before it expires; run it daily, for example by cron.
 
-    Needs the keys of snapshot and timestamp; those of root and targets only after half of their lifetime. A device that
-    hears nothing new within a role's lifetime refuses all updates until it is renewed.
+    The command needs the keys of snapshot and timestamp, and those of root and targets only after half of their
+    lifetime. A device that hears nothing new within a role's lifetime refuses all updates.
 
     Examples:
       fedge release renew releases
@@ -124,7 +136,6 @@ def show(repo: Path, *, as_json: bool) -> None:
 
     Examples:
       fedge release show releases
-      fedge release show releases --json
 
     Exit codes: 0 done, 2 no repository there.
     """

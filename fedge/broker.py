@@ -30,6 +30,7 @@ from fedge.background import on_signal
 from fedge.credentials import CERTIFICATE
 from fedge.errors import ConfigError, TransportError
 from fedge.files import version_of
+from fedge.help import Command, Heading, json_option, option
 from fedge.identity import CRL, Role, subject_of
 from fedge.streams import connection
 
@@ -300,31 +301,56 @@ async def _run(running: LocalBroker, *, follow: bool, as_json: bool) -> None:
         ended.cancel()
 
 
-@click.command()
-@click.option(
+@click.command(cls=Command)
+@option(
     "--kind",
+    heading=Heading.BROKER,
     type=click.Choice(KINDS),
     default="auto",
     show_default=True,
-    help="auto: Mosquitto if installed.",
+    help="The broker is of this kind; auto is Mosquitto if it is installed.",
 )
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", type=click.IntRange(0, 65535), default=1883, show_default=True, help="TCP port; 0: a free one.")
-@click.option("--home", type=click.Path(path_type=Path), help="Folder for its configuration and log.")
-@click.option(
+@option(
+    "--host",
+    heading=Heading.BROKER,
+    default="127.0.0.1",
+    show_default=True,
+    help="The broker listens on this address.",
+)
+@option(
+    "--port",
+    heading=Heading.BROKER,
+    type=click.IntRange(0, 65535),
+    default=1883,
+    show_default=True,
+    help="The broker listens on this TCP port; 0 is a free one.",
+)
+@option(
     "--identity",
+    heading=Heading.IDENTITY,
     type=click.Path(path_type=Path),
-    help="FOLDER/broker of `fedge provision`: admit only members of this federation, over TLS.",
+    help="This folder, FOLDER/broker of `fedge provision`, admits only members of its federation, over TLS.",
 )
-@click.option("--topic-prefix", default="", help="With an identity: that of the federation's topics, if it has one.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object with kind, host and port, once it listens.")
+@option(
+    "--topic-prefix",
+    heading=Heading.IDENTITY,
+    default="",
+    help="With --identity, this is the prefix of the federation's topics, if it has one.",
+)
+@option(
+    "--home",
+    heading=Heading.FOLDERS,
+    type=click.Path(path_type=Path),
+    help="This folder gets the broker's configuration and log.",
+)
+@json_option("The command prints a JSON object with kind, host and port, once the broker listens.")
 def broker(
     kind: str, host: str, port: int, home: Path | None, identity: Path | None, topic_prefix: str, *, as_json: bool
 ) -> None:
     """Run a broker on this machine until Ctrl-C: Mosquitto if it is installed, otherwise amqtt.
 
-    It admits everybody who can reach the address, so keep it on this machine or a closed network. Or give Mosquitto an
-    identity (`fedge provision`): it then admits members only, and restarts itself when a certificate is revoked.
+    It admits everybody who can reach the address, so keep it on this machine or a closed network. With an identity
+    (`fedge provision`), Mosquitto admits members only, and restarts itself when a certificate is revoked.
 
     Examples:
       fedge broker

@@ -21,6 +21,7 @@ import click
 
 import fedge
 from fedge.errors import ConfigError, FedgeError
+from fedge.help import Command, CommandGroup, Heading, option
 from fedge.loading import needs
 from fedge.logs import Format, configure, in_json
 from fedge.stopping import INTERRUPTED, hear_no_more
@@ -51,49 +52,51 @@ NEVER: Final = {
     "other optimizer: orders can express only this one, and the methods' equations use it",
 }
 """Options that people look for and no command has, and why."""
-HERE: Final = "Try it on this machine"
-SERVER: Final = "Edge server"
-WATCH: Final = "See the fleet, and act"
-LEARNS: Final = "A device that learns"
-PREDICTS: Final = "A device that predicts"
+FIRST: Final = "The first week"
+SERVER: Final = "On the coordinator"
+DEVICE: Final = "On a device"
+WORKSHOP: Final = "In simulations"
+TRUST: Final = "Releases and security"
 OTHERS: Final = "Others"
 
 COMMANDS: Final = {
-    "demo": About("Run a whole federation on this machine and show what it brings.", "coordinator", HERE),
-    "simulate": About("Run one method on simulated devices and measure it.", "coordinator", HERE),
-    "compare": About("Run several methods on equal terms, over several seeds.", "coordinator", HERE),
-    "tune": About("Search a method's options and the learning rate on validation samples.", "ray", HERE),
-    "report": About("Write the report of a run anew from its folder.", "coordinator", HERE),
-    "new": About("Create a small project of your own, ready to run.", "agent", HERE),
-    "sample": About("Write samples of a task as data for devices, to try the other commands.", "coordinator", HERE),
-    "check": About("Find out what would not work with a task and a network.", "coordinator", HERE),
-    "coordinator": About("Run the rounds of a federation: the edge server.", "coordinator", SERVER),
-    "relay": About("Represent the devices of a site: models come once, sums of updates leave.", "coordinator", SERVER),
+    "demo": About("Run a whole federation on this machine and show what it brings.", "coordinator", FIRST),
+    "new": About("Create a small project of your own, ready to run.", "agent", FIRST),
+    "check": About("Find out what would not work with a task and a network.", "coordinator", FIRST),
+    "simulate": About("Run one method on simulated devices and measure it.", "coordinator", FIRST),
+    "compare": About("Run several methods on equal terms, over several seeds.", "coordinator", FIRST),
+    "coordinator": About("Run the rounds of a federation: the edge server.", "coordinator", FIRST),
+    "agent": About("Take part in a federation with the data of this device.", "agent", FIRST),
+    "infer": About("Predict with an installed bundle; needs no torch.", "deploy", FIRST),
     "status": About("Show rounds, devices and counters of a federation.", "coordinator", SERVER),
-    "ui": About("Show a federation in a browser, live; pause it, retire a device.", "ui", WATCH),
-    "devices": About("List the devices of a federation, and why one takes no part.", "coordinator", WATCH),
-    "rounds": About("List the rounds: asked, answered, late, accuracy.", "coordinator", WATCH),
-    "why": About("Explain the state of a device, and what it did in a round.", "coordinator", WATCH),
-    "events": About("List what has happened, or follow it.", "coordinator", WATCH),
-    "pause": About("Begin no further round.", "coordinator", WATCH),
-    "resume": About("Begin rounds again.", "coordinator", WATCH),
-    "retire": About("Retire a device: it gets no more orders.", "coordinator", WATCH),
-    "readmit": About("Give a retired device orders again.", "coordinator", WATCH),
+    "ui": About("Show a federation in a browser, live; pause it, retire a device.", "ui", SERVER),
+    "devices": About("List the devices of a federation, and why one takes no part.", "coordinator", SERVER),
+    "rounds": About("List the rounds: asked, answered, late, accuracy.", "coordinator", SERVER),
+    "why": About("Explain the state of a device, and what it did in a round.", "coordinator", SERVER),
+    "events": About("List what has happened, or follow it.", "coordinator", SERVER),
+    "pause": About("Begin no further round.", "coordinator", SERVER),
+    "resume": About("Begin rounds again.", "coordinator", SERVER),
+    "retire": About("Retire a device: it gets no more orders.", "coordinator", SERVER),
+    "readmit": About("Give a retired device orders again.", "coordinator", SERVER),
     "backup": About("Copy a coordinator's home, while it runs.", "coordinator", SERVER),
     "restore": About("Make a coordinator's home from a backup.", "coordinator", SERVER),
-    "doctor": About("Find out what is wrong on this machine, and what to do.", "deploy", SERVER),
+    "relay": About("Represent the devices of a site: models come once, sums of updates leave.", "coordinator", SERVER),
     "broker": About("Start a local MQTT broker: Mosquitto, or a pure Python one.", "coordinator", SERVER),
-    "provision": About("Make the certificates of a federation, which say who belongs to it.", "coordinator", SERVER),
-    "release": About("Sign bundles, so that devices can tell what is genuine.", "agent", SERVER),
-    "rollout": About("Bring a release to a fleet, stage by stage.", "coordinator", SERVER),
-    "enrol": About("Make this machine the device that its start-up kit names.", "deploy", LEARNS),
-    "agent": About("Take part in a federation with the data of this device.", "agent", LEARNS),
-    "export": About("Write the bundle of a device or a model for ONNX Runtime.", "agent", LEARNS),
-    "egress": About("Show what has left a device, and what may leave it.", "deploy", LEARNS),
-    "install": About("Give a device its first bundle and its root of trust, by hand.", "deploy", PREDICTS),
-    "infer": About("Predict with an installed bundle; needs no torch.", "deploy", PREDICTS),
-    "serve": About("Answer inference requests over HTTP and MQTT, as Triton does.", "serve", PREDICTS),
+    "enrol": About("Make this machine the device that its start-up kit names.", "deploy", DEVICE),
+    "install": About("Give a device its first bundle and its root of trust, by hand.", "deploy", DEVICE),
+    "serve": About("Answer inference requests over HTTP and MQTT, as Triton does.", "serve", DEVICE),
+    "egress": About("Show what has left a device, and what may leave it.", "deploy", DEVICE),
+    "doctor": About("Find out what is wrong on this machine, and what to do.", "deploy", DEVICE),
+    "methods": About("List the methods, with a sentence each.", "coordinator", WORKSHOP),
+    "sample": About("Write samples of a task as data for devices, to try the other commands.", "coordinator", WORKSHOP),
+    "tune": About("Search a method's options and the learning rate on validation samples.", "ray", WORKSHOP),
+    "report": About("Write the report of a run anew from its folder.", "coordinator", WORKSHOP),
+    "provision": About("Make the certificates of a federation, which say who belongs to it.", "coordinator", TRUST),
+    "export": About("Write the bundle of a device or a model for ONNX Runtime.", "agent", TRUST),
+    "release": About("Sign bundles, so that devices can tell what is genuine.", "agent", TRUST),
+    "rollout": About("Bring a release to a fleet, stage by stage.", "coordinator", TRUST),
 }
+"""In the order of use: a demo, a task of one's own, its check and simulation; then machines, and what they bring."""
 
 _PROBES: Final = {
     "deploy": ("onnxruntime", "tuf"),
@@ -105,7 +108,7 @@ _PROBES: Final = {
 """Packages by which an extra is known to be installed."""
 
 
-class Commands(click.Group):
+class Commands(CommandGroup):
     """The sub-commands of all installed packages, imported when called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
@@ -141,11 +144,16 @@ class Commands(click.Group):
                 raise
             raise needs(error, f"fedge {ctx.invoked_subcommand}", about.extra) from error
 
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The sub-commands first, then the options that stand before them."""
+        self.format_commands(ctx, formatter)
+        Command.format_options(self, ctx, formatter)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the sub-commands from `COMMANDS` by role without importing any, and say what they lack here."""
         names = self.list_commands(ctx)
         lacking = {extra for extra, packages in _PROBES.items() if not all(find_spec(name) for name in packages)}
-        for group in (HERE, SERVER, WATCH, LEARNS, PREDICTS):
+        for group in (FIRST, SERVER, DEVICE, WORKSHOP, TRUST):
             rows = [
                 (name, f"{about.summary}{f'  [not here: needs {about.extra}]' if about.extra in lacking else ''}")
                 for name, about in COMMANDS.items()
@@ -168,23 +176,25 @@ def with_lines_kept(found: click.Command) -> click.Command:
 
 
 @with_lines_kept
-@click.command(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(fedge.__version__, prog_name="fedge")
-@click.option(
+@click.command(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.version_option(fedge.__version__, prog_name="fedge", help="The command shows the version and ends.")
+@option(
     "--log-level",
+    heading=Heading.GENERAL,
     type=click.Choice(["debug", "info", "warning", "error"]),
     default="info",
     envvar="FEDGE_LOG_LEVEL",
     show_default=True,
-    help="Lines on standard error.  [env: FEDGE_LOG_LEVEL]",
+    help="Lines of this level and above go to standard error.  [env: FEDGE_LOG_LEVEL]",
 )
-@click.option(
+@option(
     "--log-format",
+    heading=Heading.GENERAL,
     type=click.Choice(["text", "json"]),
     default="text",
     envvar="FEDGE_LOG_FORMAT",
     show_default=True,
-    help="json: an object a line, for programs (docs/operating.md).  [env: FEDGE_LOG_FORMAT]",
+    help="With json each line is an object, for programs (docs/operating.md).  [env: FEDGE_LOG_FORMAT]",
 )
 def command(log_level: str, log_format: Format) -> None:
     """Personalised federated learning that runs at the edge.

@@ -3,12 +3,12 @@
 A role describes its settings once, as a frozen msgspec Struct whose fields carry their range and help:
 
     class CoordinatorSettings(Struct, frozen=True, kw_only=True):
-        rounds: Annotated[int, Meta(ge=1), "Rounds to run."] = 30
-        deadline_s: Annotated[Duration, "Time a round may take."] = 60.0
-        password: Annotated[Secret | None, "Of the broker's user."] = None
+        rounds: Annotated[int, Meta(ge=1), Heading.TRAINING, "Training takes this many rounds."] = 30
+        password: Annotated[Secret | None, Heading.BROKER, "This password belongs to the user name."] = None
 
 From it come the flags and their help (`settings_options`), the environment variables (FEDGE_COORDINATOR_ROUNDS), the
 keys of the section `[coordinator]` in the TOML file, and the checks (`resolve`). A field without default must be given.
+A setting that commands share is such an annotation with a name: it has the same heading and text in all of them.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from fedge.errors import ConfigError
+from fedge.help import Heading, Option, option
 from fedge.loading import code_in, require_allowed
 from fedge.text import nearest
 
@@ -36,9 +37,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 SECTIONS: Final = (
     *("agent", "backup", "broker", "check", "compare", "coordinator", "demo", "devices", "doctor", "egress", "enrol"),
-    *("events", "export", "infer", "install", "method", "new", "pause", "provision", "readmit", "relay", "release"),
-    *("report", "restore", "resume", "retire", "rollout", "rounds", "sample", "serve", "simulate", "status"),
-    *("tune", "ui", "why"),
+    *("events", "export", "infer", "install", "method", "methods", "new", "pause", "provision", "readmit", "relay"),
+    *("release", "report", "restore", "resume", "retire", "rollout", "rounds", "sample", "serve", "simulate"),
+    *("status", "tune", "ui", "why"),
 )
 """Sections that a TOML file may have; one file can serve all roles."""
 
@@ -115,6 +116,7 @@ class Setting:
     type: Any  # the annotation, with its range
     base: type  # bool, int, float, str, Path, Secret or an Enum
     help: str
+    heading: Heading
     unit: str
     words: str  # what a value must look like, in words rather than a regular expression
     default: object  # msgspec.NODEFAULT: must be given
@@ -153,11 +155,14 @@ def settings_options(settings: type[Struct], section: str) -> Callable[[F], F]:
     def decorate(command: F) -> F:
         for setting in reversed(describe(settings, section)):
             command = _option(setting)(command)
-        config = click.option(
+        example = describe(settings, section)[0].environment
+        config = option(
             "--config",
+            heading=Heading.GENERAL,
             type=click.Path(path_type=Path),
             envvar="FEDGE_CONFIG",
-            help=f"TOML file; its section [{section}] holds these settings.  [env: FEDGE_CONFIG]",
+            help=f"This TOML file has settings in its section [{section}]. Environment variables such as {example} win "
+            "over the file, and options over both.  [env: FEDGE_CONFIG]",
         )
         return config(command)
 
@@ -234,10 +239,11 @@ def section_of(config_file: Path | None, section: str) -> dict[str, Any]:
 def _setting(field: msgspec.structs.FieldInfo, hint: Any, section: str) -> Setting:
     found = metas_of(hint)
     help_text = next((each for each in found if isinstance(each, str)), "")
+    heading = next((each for each in found if isinstance(each, Heading)), Heading.GENERAL)
     extra = {name: text for each in found if isinstance(each, Meta) for name, text in (each.extra or {}).items()}
     default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
     told = extra.get("unit", ""), extra.get("words", "")
-    return Setting(field.name, section, hint, _base(hint), help_text, *told, default, "code" in extra)
+    return Setting(field.name, section, hint, _base(hint), help_text, heading, *told, default, "code" in extra)
 
 
 def metas_of(hint: Any) -> list[Any]:
@@ -264,7 +270,16 @@ def _base(hint: Any) -> type:
 
 def _option(setting: Setting) -> Callable[[F], F]:
     flag = f"{setting.flag}/--no-{setting.flag[2:]}" if setting.base is bool else setting.flag
-    return click.option(flag, setting.name, type=_click_type(setting.base), default=None, help=_help(setting))
+    return click.option(
+        flag,
+        setting.name,
+        cls=Option,
+        heading=setting.heading,
+        setting=True,
+        type=_click_type(setting.base),
+        default=None,
+        help=_help(setting),
+    )
 
 
 def _click_type(base: type) -> click.ParamType[Any]:
@@ -283,8 +298,7 @@ def _help(setting: Setting) -> str:
     elif setting.default is not None and setting.base is not Secret:
         value = setting.default.value if isinstance(setting.default, Enum) else setting.default
         notes.append(f"default: {value}")
-    notes.append(f"env: {setting.environment}")
-    return f"{setting.help}  [{'; '.join(notes)}]"
+    return f"{setting.help}  [{'; '.join(notes)}]" if notes else setting.help
 
 
 def _prefix(section: str) -> str:

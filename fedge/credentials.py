@@ -8,8 +8,9 @@ from typing import Annotated, Final, Self
 import msgspec
 from msgspec import Meta, Struct
 
-from fedge.config import ClientPrefix, Secret, TopicPrefix
+from fedge.config import ClientPrefix, Name, Secret, TopicPrefix
 from fedge.errors import ConfigError
+from fedge.help import Heading
 from fedge.route import Proxy, parse_address, parse_proxy
 from fedge.transport import BrokerSettings
 
@@ -17,28 +18,57 @@ CA: Final = "ca.crt"
 CERTIFICATE: Final = "own.crt"
 KEY: Final = "own.key"
 """Files of an identity, the folder that `fedge provision` and `fedge enrol` write."""
-Broker = Annotated[str, "MQTT broker, HOST:PORT; over WebSockets ws://HOST:PORT/PATH or wss://HOST:PORT/PATH."]
+Broker = Annotated[
+    str,
+    Heading.BROKER,
+    "The MQTT broker is at HOST:PORT, or over WebSockets at ws://HOST:PORT/PATH or wss://HOST:PORT/PATH.",
+]
+FederationName = Annotated[Name, Heading.BROKER, "This is the name of the federation."]
+DeviceName = Annotated[
+    Name,
+    Heading.BROKER,
+    "This is the name of the device, unique in the federation: letters, digits, dot, dash, underscore.",
+]
 KeepAlive = Annotated[
-    int, Meta(ge=1, le=3600, extra={"unit": "s"}), "Keep-alive; after 1.5 times this we count as gone."
+    int,
+    Meta(ge=1, le=3600, extra={"unit": "s"}),
+    Heading.BROKER,
+    "The connection has this keep-alive; after 1.5 times this we count as gone.",
 ]
 
 
 class Credentials(Struct, frozen=True, kw_only=True):
     """Base of the settings of such a command: password, certificates, or neither."""
 
-    username: Annotated[str | None, "User name at the broker."] = None
-    password: Annotated[Secret | None, "Password at the broker; best set in the environment."] = None
-    identity: Annotated[Path | None, "Folder of `fedge enrol` or `fedge provision`, instead of the three files."] = None
-    ca_file: Annotated[str | None, "Certificate authority of the broker; turns TLS on."] = None
-    cert_file: Annotated[str | None, "Our own certificate, if the broker demands one."] = None
-    key_file: Annotated[str | None, "Its private key."] = None
+    username: Annotated[str | None, Heading.IDENTITY, "The command has this user name at the broker."] = None
+    password: Annotated[
+        Secret | None, Heading.IDENTITY, "This password belongs to the user name; it is best set in the environment."
+    ] = None
+    identity: Annotated[
+        Path | None,
+        Heading.IDENTITY,
+        "This folder of `fedge enrol` or `fedge provision` replaces --ca-file, --cert-file and --key-file.",
+    ] = None
+    ca_file: Annotated[
+        str | None, Heading.IDENTITY, "This file is the certificate authority of the broker; it turns TLS on."
+    ] = None
+    cert_file: Annotated[
+        str | None, Heading.IDENTITY, "This file is our own certificate, if the broker demands one."
+    ] = None
+    key_file: Annotated[str | None, Heading.IDENTITY, "This file is the private key of --cert-file."] = None
     proxy: Annotated[
-        Secret | None, "Way to the broker: http://HOST:PORT or socks5://HOST:PORT, with USER:PASSWORD@ if it asks."
+        Secret | None,
+        Heading.IDENTITY,
+        "This proxy leads to the broker: http://HOST:PORT or socks5://HOST:PORT, with USER:PASSWORD@ if it asks.",
     ] = None
     topic_prefix: Annotated[
-        TopicPrefix | None, "Put before all topics, the same in the whole federation, where the broker demands one."
+        TopicPrefix | None,
+        Heading.IDENTITY,
+        "This text stands before all topics, the same in the whole federation, where the broker demands one.",
     ] = None
-    client_prefix: Annotated[ClientPrefix | None, "Put before our client id, where the broker demands one."] = None
+    client_prefix: Annotated[
+        ClientPrefix | None, Heading.IDENTITY, "This text stands before our client id, where the broker demands one."
+    ] = None
 
     def at(self, address: str, *, keepalive_s: int = 30) -> BrokerSettings:
         """How to reach the broker at this address.

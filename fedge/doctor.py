@@ -22,9 +22,10 @@ from msgspec import Struct
 
 import fedge
 from fedge import child
-from fedge.config import Name, resolve, section_of, settings_options
-from fedge.credentials import CERTIFICATE, Broker, Credentials
+from fedge.config import resolve, section_of, settings_options
+from fedge.credentials import CERTIFICATE, Broker, Credentials, DeviceName, FederationName
 from fedge.errors import ConfigError, FedgeError, ProtocolError, TransportError
+from fedge.help import Command, Heading, json_option
 from fedge.identity import Role, Subject
 from fedge.messages import BEACON_S, Beacon, decode
 from fedge.route import ProxyError, connect, host_and_port
@@ -71,23 +72,26 @@ class DoctorSettings(Credentials, frozen=True, kw_only=True):
 
     role: Annotated[
         Literal["agent", "coordinator", "serve"],
-        "Whose section of the configuration counts: agent, coordinator or serve.",
+        Heading.RUNS,
+        "The section of this role in the configuration counts.",
     ] = "agent"
     broker: Broker | None = None
-    federation: Annotated[Name | None, "Name of the federation."] = None
-    id: Annotated[Name | None, "Name of this device."] = None
-    home: Annotated[Path | None, "Folder of the agent, the coordinator or the runtime."] = None
+    federation: FederationName | None = None
+    id: DeviceName | None = None
+    home: Annotated[
+        Path | None, Heading.FOLDERS, "This is the folder of the agent, the coordinator or the runtime."
+    ] = None
 
 
-@click.command()
+@click.command(cls=Command)
 @settings_options(DoctorSettings, "doctor")
-@click.option("--json", "as_json", is_flag=True, help="The findings as JSON.")
+@json_option()
 def doctor(config: Path | None, as_json: bool, **flags: object) -> int:
     """Find out what is wrong on this machine, and what to do.
 
-    Checks versions, clock, memory, torch, ONNX Runtime, disk, certificates and broker, and compares clock and version
-    with the coordinator's. It changes nothing, and does not disturb a running agent. What it could not check reads
-    "skipped", with the setting that is missing.
+    The command checks versions, clock, memory, torch, ONNX Runtime, disk, certificates and broker, and compares clock
+    and version with the coordinator's. It changes nothing. What it could not check reads "skipped", with the setting
+    that is missing.
 
     Examples:
       fedge doctor --config /etc/fedge/agent.toml

@@ -23,6 +23,7 @@ from msgspec import Struct
 
 from fedge.config import resolve, section_of
 from fedge.errors import ConfigError, ProtocolError, TransportError, failing_as
+from fedge.help import Heading
 from fedge.ledger import Ledger
 from fedge.messages import (
     Capabilities,
@@ -47,7 +48,8 @@ Told = Mapping[str, Reveals]
 
 FILE: Final = "egress.toml"
 """In a device's home: where its owner says what may leave, unless --egress names another file."""
-RulesFile = Annotated[Path | None, "The owner's file of what may leave; default: HOME/egress.toml."]
+RULES_HELP: Final = "This file of the owner says what may leave; by default it is HOME/egress.toml."
+RulesFile = Annotated[Path | None, Heading.EGRESS, RULES_HELP]
 
 PRIVACY_LEDGER: Final = "privacy.json"
 """In a device's home: the privacy budget that its training has spent (`edge_agent.privacy_ledger`)."""
@@ -105,9 +107,9 @@ REMEMBERED: Final = 256
 class EgressSettings(Struct, frozen=True, kw_only=True):
     """Section [egress] of the owner's file."""
 
-    preset: Annotated[Literal["default", "strict"], "Kinds that may leave."] = "default"
-    allow: Annotated[str, "Further kinds that may leave, comma-separated."] = ""
-    forbid: Annotated[str, "Kinds of the preset that may not leave, comma-separated."] = ""
+    preset: Annotated[Literal["default", "strict"], "These kinds may leave."] = "default"
+    allow: Annotated[str, "These further kinds, comma-separated, may leave."] = ""
+    forbid: Annotated[str, "These kinds of the preset, comma-separated, may not leave."] = ""
 
 
 class WithheldError(Exception):

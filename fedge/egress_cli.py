@@ -10,8 +10,9 @@ from typing import Final
 import click
 import msgspec
 
-from fedge.egress import PRESETS, TOLD, rules_of
+from fedge.egress import PRESETS, RULES_HELP, TOLD, rules_of
 from fedge.errors import ConfigError
+from fedge.help import Command, Heading, json_option, last_option, option
 from fedge.ledger import Line, lines
 from fedge.messages import Report, Want
 from fedge.step import Action, Result, Reveals, installed_steps
@@ -31,24 +32,27 @@ NOUNS: Final = {
 }
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("home", type=click.Path(path_type=Path))
-@click.option("--rules", is_flag=True, help="Show what may leave, field by field, instead of what has left.")
-@click.option("--egress", type=click.Path(path_type=Path), help="The owner's file; default: HOME/egress.toml.")
-@click.option("--last", type=click.IntRange(min=1), default=40, show_default=True, help="Number of lines, the newest.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object per line, of all lines.")
+@option(
+    "--rules",
+    is_flag=True,
+    heading=Heading.SELECTION,
+    help="The command shows what may leave, field by field, instead of what has left.",
+)
+@option("--egress", heading=Heading.EGRESS, type=click.Path(path_type=Path), help=RULES_HELP)
+@last_option(40)
+@json_option("The command prints all lines as JSON.")
 def egress(home: Path, rules: bool, egress: Path | None, last: int, as_json: bool) -> None:
     """Show what has left a device, and what may leave it.
 
-    The agent and the runtime of the device with the folder HOME record everything that they send over MQTT before it
-    leaves: when, how many bytes, and what it reveals. --rules lists what may leave: the presets strict and default, and
-    the owner's rules (docs/privacy.md). Bytes are those of payloads, without TLS and MQTT.
+    Agent and runtime record in HOME everything that they send over MQTT before it leaves: when, how many bytes, and
+    what it reveals. --rules lists what may leave: the presets strict and default, and the owner's rules
+    (docs/privacy.md). Bytes are those of payloads, without TLS and MQTT.
 
     Examples:
       fedge egress cam1
-      fedge egress cam1 --last 200
       fedge egress cam1 --rules
-      fedge egress cam1 --json
 
     Exit codes: 2 no such HOME, or a wrong file of the owner's, 4 the ledger cannot be read.
     """

@@ -16,6 +16,7 @@ import numpy as np
 
 from fedge.errors import ConfigError
 from fedge.files import make_folder, write_atomically
+from fedge.help import Command, json_option
 
 FREQUENCIES: Final = (0.0, 2.0, 9.0)
 """Of the three kinds of windows, in turns a window."""
@@ -24,9 +25,9 @@ SAMPLES: Final = 120
 """Of each device."""
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("folder", type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="The files, as JSON.")
+@json_option()
 def new(folder: Path, *, as_json: bool) -> None:
     """Create a small project of your own: a task, its network, settings, a test and samples to begin with.
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated
 
+from fedge.help import Heading
+
 
 class Processor(StrEnum):
     """What runs the networks (`fedge.models.training.torch_device`)."""
@@ -13,5 +15,9 @@ class Processor(StrEnum):
     CUDA = "cuda"
 
 
-TrainOn = Annotated[Processor, "Where networks are trained: cpu, or cuda for the first GPU that torch sees."]
+TrainOn = Annotated[
+    Processor,
+    Heading.RUNS,
+    "Networks are trained on this processor; cuda is the first GPU that torch sees.",
+]
 """The setting of all commands that train."""

@@ -5,8 +5,20 @@ from __future__ import annotations
 import re
 import ssl
 from pathlib import Path
+from typing import Annotated
+
+from msgspec import Meta
 
 from fedge.errors import ConfigError, failing_as
+from fedge.help import Heading
+
+ListenHost = Annotated[
+    str, Heading.SERVER, "The server listens on this address; with 0.0.0.0 everybody in the network may ask."
+]
+ListenPort = Annotated[int, Meta(ge=0, le=65535), Heading.SERVER, "The server listens on this port; 0 is a free one."]
+HttpCertificate = Annotated[str | None, Heading.SERVER, "This certificate of the server turns HTTPS on."]
+HttpKey = Annotated[str | None, Heading.SERVER, "This file is the private key of --http-cert-file."]
+"""Settings of our small servers."""
 
 
 def client_tls(ca_file: str | None, cert_file: str | None, key_file: str | None) -> ssl.SSLContext:

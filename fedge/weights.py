@@ -18,6 +18,7 @@ import msgspec
 from fedge.config import CODE
 from fedge.errors import ConfigError, StoreError, failing_as
 from fedge.files import cache_folder, write_atomically
+from fedge.help import Heading
 from fedge.messages import BlobRef
 from fedge.task import TaskSpec
 from fedge.tensors import Layout, digest_of, places_in
@@ -36,22 +37,33 @@ _whole: set[Path] = set()  # files that this process has verified
 TaskName = Annotated[
     str,
     CODE,
-    "digits, mnist, fashion-mnist, uci-har, spoken-digits, image-folder, arrays, a .json, a table's"
-    " schema (.toml) or package.module:Class.",
+    Heading.TASK,
+    "The task is digits, mnist, fashion-mnist, uci-har, spoken-digits, image-folder, arrays, a .json, a table's schema "
+    "(.toml) or package.module:Class.",
 ]
 Allow = Annotated[
     str,
     CODE,
-    "Code that the configuration and the .json of a task may name, package.module:name, comma-separated.",
+    Heading.CODE,
+    "The configuration and the .json of a task may name this code: package.module:name, comma-separated.",
 ]
-ModelName = Annotated[str | None, CODE, "Network: mlp, cnn, ... or package.module:factory; by default the task's."]
+ModelName = Annotated[
+    str | None,
+    CODE,
+    Heading.TASK,
+    "The network is mlp, cnn, ... or package.module:factory; by default it is the task's.",
+]
 Weights = Annotated[
-    Path | None, "Weights that the network begins with, a .safetensors file that fits by names and shapes."
+    Path | None,
+    Heading.TASK,
+    "The network begins with the weights of this .safetensors file, which fits by names and shapes.",
 ]
 Adapt = Annotated[
     str | None,
-    "What is trained, the rest of --weights is frozen and not sent: lora or lora:RANK, head, or layers "
-    "such as head,layer4.*; !norm: all but the normalisation. Default: everything.",
+    Heading.TASK,
+    "Only these parts of the network are trained; the rest of --weights is frozen and not sent. They are lora or "
+    "lora:RANK, head, or layers such as head,layer4.*; !norm is all but the normalisation. By default everything is "
+    "trained.",
 ]
 
 

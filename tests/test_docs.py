@@ -50,6 +50,23 @@ def test_the_reference_of_the_commands_is_up_to_date() -> None:
     assert written == reference(), "make it anew: python -m tests.support.cli_reference > docs/cli.md"
 
 
+def test_the_reference_leads_from_each_command_to_all_of_its_options_and_to_no_other() -> None:
+    """Its own are listed; of the others it names the headings: all of one, all without some, or some of it."""
+    parts = re.split(r"^##+ ", reference(), flags=re.MULTILINE)
+    texts = {title: text for title, _, text in (part.partition("\n") for part in parts)}
+    listed = {title: set(re.findall(r"^- `(--[\w-]+)", text, re.MULTILINE)) for title, text in texts.items()}
+    for name, found in commands():
+        told, flags = " ".join(texts[f"fedge {name}"].split()), set(listed[f"fedge {name}"])
+        for some, heading, but in re.findall(
+            r"((?:`[^`]+` )+of )?\[([\w ]+)\]\(#[\w-]+\)((?: without)?(?: `--[^`]+`)*)", told
+        ):
+            named = set(re.findall(r"--[\w-]+", some or but))
+            flags |= named if some else listed[heading] - named
+        wanted = {option.opts[0] for option in found.params if isinstance(option, click.Option)}
+        assert flags | {"--json"} >= wanted, name
+        assert flags <= wanted, name
+
+
 def test_the_reference_of_the_methods_is_up_to_date() -> None:
     written = (ROOT / "docs/methods/README.md").read_text()
     assert written == method_reference.reference(), (

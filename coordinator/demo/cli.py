@@ -14,25 +14,25 @@ from coordinator import runs
 from coordinator.options import STDOUT, check, json_option, method_and_options, method_options, resolve_options
 from coordinator.simulation.settings import DemoSettings
 from fedge.config import resolve, settings_options
+from fedge.help import Command
 from fedge.tasks.partition import check_partitioning
 
 
-@click.command()
+@click.command(cls=Command)
 @settings_options(DemoSettings, "demo")
 @method_options
 @json_option
 def demo(config: Path | None, options: tuple[str, ...], json_file: Path | None, **flags: object) -> None:
     """Run a whole federation on this machine and show what it brings.
 
-    Starts a broker, a coordinator and one agent process per device; they profile, cluster, select, train and write a
-    bundle for each device. Then every bundle is run by ONNX Runtime on its device's own unseen test samples, and
-    compared with simpler ways to learn that had the same budget.
+    The command starts a broker, a coordinator and one agent process per device. The devices train together, and each
+    gets a bundle. ONNX Runtime runs every bundle on its device's own unseen test samples. The report compares it with
+    simpler ways to learn that had the same budget.
 
     Examples:
       fedge demo
       fedge demo --partition dirichlet --alpha 0.3 --seed 1
       fedge demo --method ditto --option proximal_lambda=0.3
-      fedge demo --task mnist --data ~/mnist --devices 20
       fedge demo --task image-folder --data photos.zip --rounds 60
       fedge demo --secure
       fedge demo --broker mosquitto --json figures.json --out try-1

@@ -32,7 +32,9 @@ from coordinator.promises import Shared, Watched, require_heeded, require_method
 from coordinator.protection import SUMMABLE, Guard, Protection, without_noise
 from coordinator.protection import check as check_protection
 from coordinator.selection import Selection, cohort_size, uniform
+from fedge.config import CODE
 from fedge.errors import ConfigError, FruitlessError, failing_as
+from fedge.help import Heading
 from fedge.loading import FINE_TUNED, load_object
 from fedge.masking import Sums
 from fedge.messages import BlobRef, Codec, Share, blobs_of
@@ -83,22 +85,31 @@ class MethodSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 DEFAULT: Final = MethodSettings()
 """Its values are the defaults of the commands."""
-Rounds = Annotated[int, Meta(ge=0), "Rounds of training."]
-Participation = Annotated[float, Meta(gt=0, le=1), "Share of the devices asked in a round."]
-MinReports = Annotated[int, Meta(ge=1), "Updates without which a round changes nothing."]
-Encoding = Annotated[Codec, "Of the updates."]
-LocalSteps = Annotated[int, Meta(ge=1, le=10**7), "SGD steps per participation."]
+ROUNDS_HELP: Final = "Training takes this many rounds."
+Rounds = Annotated[int, Meta(ge=0), Heading.TRAINING, ROUNDS_HELP]
+Participation = Annotated[float, Meta(gt=0, le=1), Heading.TRAINING, "This share of the devices is asked in a round."]
+MinReports = Annotated[int, Meta(ge=1), Heading.TRAINING, "A round with fewer updates than this changes nothing."]
+Encoding = Annotated[Codec, Heading.UPDATES, "Updates are sent in this encoding."]
+LocalSteps = Annotated[
+    int, Meta(ge=1, le=10**7), Heading.TRAINING, "A device takes this many SGD steps per participation."
+]
 LocalEpochs = Annotated[
     Annotated[int, Meta(ge=1, le=10**5)] | None,
-    "Passes over a device's own samples per participation, instead of the steps.",
+    Heading.TRAINING,
+    "A device makes this many passes over its own samples per participation, instead of the steps.",
 ]
-BatchSize = Annotated[int, Meta(ge=1, le=2**20), "Samples per step."]
-LearningRate = Annotated[float, Meta(gt=0, le=100), "Of the devices' SGD."]
-Momentum = Annotated[float, Meta(ge=0, lt=1), "Of the devices' SGD."]
+BatchSize = Annotated[int, Meta(ge=1, le=2**20), Heading.TRAINING, "A step uses this many samples."]
+LearningRate = Annotated[float, Meta(gt=0, le=100), Heading.TRAINING, "The devices' SGD has this learning rate."]
+Momentum = Annotated[float, Meta(ge=0, lt=1), Heading.TRAINING, "The devices' SGD has this momentum."]
 Down = Annotated[
-    Literal["int8", "float32"], "How models reach devices that have an earlier one: as a difference in int8, or whole."
+    Literal["int8", "float32"],
+    Heading.UPDATES,
+    "Models reach devices that have an earlier one as a difference in int8, or whole.",
 ]
-WeightDecay = Annotated[Share, "Of the devices' SGD, times the weights."]
+WeightDecay = Annotated[Share, Heading.TRAINING, "The devices' SGD has this weight decay, a factor of the weights."]
+MethodName = Annotated[
+    str, CODE, Heading.METHOD, "The method is one of `fedge methods`; NAME+ft fine-tunes at the end."
+]
 """Settings of all methods that the commands share; those of local training have the bounds of `Sgd`."""
 
 

@@ -19,28 +19,30 @@ from fedge.certificates import new_key, read_request
 from fedge.config import given
 from fedge.errors import ConfigError, failing_as
 from fedge.files import write_atomically
+from fedge.help import CommandGroup, Heading, json_option, option
 from fedge.identity import CRL, Role
 from fedge.kit import SUFFIX, refuse_code
 from fedge.task import TaskSpec
 
 FOLDER: Final = Path("/etc/fedge")
 
-_folder = click.option(
+_folder = option(
     "--folder",
+    heading=Heading.MEMBERS,
     type=click.Path(path_type=Path, file_okay=False),
     default=FOLDER,
     show_default=True,
-    help="Of the federation's authority and of the server's certificates.",
+    help="This folder holds the federation's authority and the server's certificates.",
 )
-_json = click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+_json = json_option()
 
 
-@click.group()
+@click.group(cls=CommandGroup)
 def provision() -> None:
     """Make the certificates of a federation, so that nobody gets in who does not belong.
 
-    FOLDER/ca.key is the federation's authority: who has it can let in anyone. Only these commands read it;
-    broker and coordinator do not. docs/security-setup.md goes through it all.
+    FOLDER/ca.key is the federation's authority: who has it can let in anyone. Only these commands read it; broker and
+    coordinator do not. docs/security-setup.md goes through it all.
 
     Examples:
       fedge provision init workshop edge-server.local
@@ -56,12 +58,28 @@ def provision() -> None:
 @provision.command()
 @click.argument("federation")
 @click.argument("host")
-@click.option("--port", type=click.IntRange(1, 65535), default=8883, show_default=True, help="Of the broker.")
-@click.option(
-    "--days", type=click.IntRange(1, 3650), default=365, show_default=True, help="How long certificates are good."
+@option(
+    "--port",
+    heading=Heading.BROKER,
+    type=click.IntRange(1, 65535),
+    default=8883,
+    show_default=True,
+    help="The broker listens on this port.",
 )
-@click.option("--topic-prefix", help="Put before all topics of the federation; the access list has it, too.")
-@click.option("--client-prefix", help="Put before all client ids of the federation.")
+@option(
+    "--days",
+    heading=Heading.MEMBERS,
+    type=click.IntRange(1, 3650),
+    default=365,
+    show_default=True,
+    help="Certificates are good for this many days.",
+)
+@option(
+    "--topic-prefix",
+    heading=Heading.MEMBERS,
+    help="This text stands before all topics of the federation; the access list has it, too.",
+)
+@option("--client-prefix", heading=Heading.MEMBERS, help="This text stands before all client ids of the federation.")
 @_folder
 @_json
 def init(
@@ -132,15 +150,27 @@ def server(name: str, folder: Path, *, as_json: bool) -> None:
 
 @provision.command()
 @click.argument("ids", nargs=-1, metavar="[ID]...")
-@click.option(
+@option(
     "--request",
     "requests",
+    heading=Heading.MEMBERS,
     type=click.Path(path_type=Path),
     multiple=True,
-    help="What `fedge enrol --request` has made on a device, whose key then never leaves it.",
+    help="This file is what `fedge enrol --request` has made on a device, whose key then never leaves it.",
 )
-@click.option("--to", type=click.Path(path_type=Path), default=Path(), help="Folder of the kits.")
-@click.option("--task", type=click.Path(path_type=Path), help="A task.json for the devices.")
+@option(
+    "--to",
+    heading=Heading.FOLDERS,
+    type=click.Path(path_type=Path),
+    default=Path(),
+    help="The kits are written to this folder.",
+)
+@option(
+    "--task",
+    heading=Heading.TASK,
+    type=click.Path(path_type=Path),
+    help="The kits hold this task.json.",
+)
 @_folder
 @_json
 def device(
@@ -175,15 +205,21 @@ def device(
 
 @provision.command()
 @click.argument("site")
-@click.option("--to", type=click.Path(path_type=Path), default=Path(), help="Where the folder SITE is made.")
+@option(
+    "--to",
+    heading=Heading.FOLDERS,
+    type=click.Path(path_type=Path),
+    default=Path(),
+    help="The folder SITE is made in this folder.",
+)
 @_folder
 @_json
 def relay(site: str, to: Path, folder: Path, *, as_json: bool) -> None:
     """Make the identity of a site's relay: the folder SITE, for `fedge relay --identity`.
 
     Its certificate lets it speak for the devices of its site, and give orders to nobody. The site has an authority of
-    its own, which `fedge provision init` makes on the relay's machine, and whose coordinator the relay is: devices of
-    other sites, and those above, take no order from it.
+    its own, by `fedge provision init` on the relay's machine, and the relay is its coordinator. Devices of other sites,
+    and those above, take no order from it.
 
     Examples:
       fedge provision relay north --to /media/stick
@@ -226,8 +262,8 @@ def revoke(names: tuple[str, ...], folder: Path, *, as_json: bool) -> None:
     """Shut out whose certificate was lost or stolen: a device, or a part of the server.
 
     The broker starts anew, which cuts all connections; the others are back within seconds. Where Mosquitto is no
-    service of systemd you start it anew yourself. The coordinator takes nothing from the revoked any more. A device of
-    that name may be enrolled again with a new kit.
+    service of systemd you start it anew yourself. The coordinator takes nothing more from the revoked. A new kit enrols
+    a device of that name again.
 
     Examples:
       fedge provision revoke cam1
@@ -272,10 +308,10 @@ def renew(folder: Path, *, as_json: bool) -> None:
 def broker(folder: Path, *, as_json: bool) -> None:
     """Have this machine's Mosquitto serve the federation, as it is installed on Debian; run it as root.
 
-    Writes /etc/mosquitto/conf.d/fedge-FEDERATION.conf and FOLDER/broker/acl, gives the user mosquitto its key, and
-    starts Mosquitto anew. Under systemd it also makes the coordinator a service (systemctl start fedge-coordinator)
-    that runs as the user fedge, and has `fedge provision renew` run daily. Without systemd you start Mosquitto anew
-    yourself, or have `fedge broker --identity FOLDER/broker` instead.
+    The command writes /etc/mosquitto/conf.d/fedge-FEDERATION.conf and FOLDER/broker/acl, and starts Mosquitto anew with
+    its key. Under systemd it also makes the coordinator a service of the user fedge (systemctl start
+    fedge-coordinator), and has `fedge provision renew` run daily. Otherwise you start Mosquitto anew yourself, or use
+    `fedge broker --identity FOLDER/broker`.
 
     Examples:
       fedge provision broker

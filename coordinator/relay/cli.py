@@ -17,6 +17,7 @@ from edge_agent.agent import Agent, Identity
 from fedge.background import STOP_S, on_signal
 from fedge.config import CODE, Name, resolve, settings_options
 from fedge.credentials import Credentials
+from fedge.help import Command, Heading, json_lines
 from fedge.logs import bind
 from fedge.stopping import INTERRUPTED
 from fedge.tasks import task_spec
@@ -28,26 +29,32 @@ Observer = Callable[[str, dict[str, Any]], None]
 class RelaySettings(Credentials, frozen=True, kw_only=True):
     """Section [relay] of the configuration."""
 
-    broker: Annotated[str, "MQTT broker of the coordinator above, as of `fedge agent`; proxy and prefixes are for it."]
-    federation: Annotated[Name, "Name of the federation above."]
-    id: Annotated[Name, "Name of the site; its devices are called ID.DEVICE above."]
-    home: Annotated[Path, "Folder of the durable state. One relay each."]
-    task: Annotated[str, CODE, "As that of the coordinator: a name, or its task.json."]
+    broker: Annotated[
+        str,
+        Heading.BROKER,
+        "This is the MQTT broker of the coordinator above, as of `fedge agent`; proxy and prefixes are for it.",
+    ]
+    federation: Annotated[Name, Heading.BROKER, "This is the name of the federation above."]
+    id: Annotated[Name, Heading.BROKER, "This is the name of the site; its devices are called ID.DEVICE above."]
+    home: Annotated[Path, Heading.FOLDERS, "This folder holds the durable state of one relay."]
+    task: Annotated[str, CODE, Heading.TASK, "The task is that of the coordinator: a name, or its task.json."]
     allow: Allow = ""
-    site_broker: Annotated[str, "MQTT broker of the site, HOST:PORT."]
-    site_federation: Annotated[Name, "Name of the federation that the site's devices take part in."]
-    site_identity: Annotated[Path | None, "FOLDER/coordinator of the site's own `fedge provision init`."] = None
+    site_broker: Annotated[str, Heading.BROKER, "The MQTT broker of the site is at HOST:PORT."]
+    site_federation: Annotated[Name, Heading.BROKER, "The site's devices take part in the federation of this name."]
+    site_identity: Annotated[
+        Path | None, Heading.IDENTITY, "This is FOLDER/coordinator of the site's own `fedge provision init`."
+    ] = None
 
 
-@click.command()
+@click.command(cls=Command)
 @settings_options(RelaySettings, "relay")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object per event on standard output.")
+@json_lines("event")
 def relay(config: Path | None, as_json: bool, **flags: object) -> int:
     """Represent the devices of a site, until Ctrl-C or SIGTERM.
 
     The coordinator above treats the site's devices like all others. It sends one order for all of them and each model
-    once; the relay answers with the sum of their updates. You may kill it at any time: started again with the same
-    --home, it continues where it was. docs/scale.md says which methods work with relays.
+    once; the relay answers with the sum of their updates. A relay that was killed continues where it was, if it has the
+    same --home. docs/scale.md says which methods work with relays.
 
     Examples:
       fedge relay --broker server:1883 --federation shop --id north --home north --task task.json

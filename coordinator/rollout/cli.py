@@ -21,15 +21,16 @@ from coordinator.rollout.service import Observer, Release, Supervisor, words_of
 from coordinator.watch_cli import HOME, STORE
 from export.signing import Repository
 from fedge.background import until_stopped
-from fedge.config import Name, Seconds, resolve, settings_options
-from fedge.credentials import Broker, Credentials
+from fedge.config import Seconds, resolve, settings_options
+from fedge.credentials import Broker, Credentials, FederationName
 from fedge.errors import ConfigError, failing_as
+from fedge.help import CommandGroup, Heading, json_lines, json_option, option
 from fedge.loading import code_in
 from fedge.messages import RolloutState, Share
 from fedge.stopping import INTERRUPTED
 from fedge.text import printable
 
-_json = click.option("--json", "as_json", is_flag=True, help="JSON on standard output.")
+_json = json_option()
 _repo = click.argument("repo", type=click.Path(path_type=Path))
 
 
@@ -37,16 +38,24 @@ class RolloutSettings(Credentials, frozen=True, kw_only=True):
     """Section [rollout] of the configuration."""
 
     broker: Broker
-    federation: Annotated[Name, "Name of the federation."]
-    stages: Annotated[str, "Shares of the fleet, comma-separated, ascending up to 1."] = "0.1,0.5,1"
-    canary: Annotated[str, "Devices that go first, comma-separated; default: the first share."] = ""
-    soak_s: Annotated[Seconds, "How long a stage must go well."] = 60.0
-    absent_s: Annotated[Seconds, "Time without a message, after which nobody waits for a device."] = 600.0
-    max_failures: Annotated[Share, "Share of a stage's devices that may fail; none in the first stage."] = 0.05
-    accuracy_drop: Annotated[float, Meta(ge=0), "Mean loss of accuracy that stops it."] = 0.01
+    federation: FederationName
+    stages: Annotated[
+        str, Heading.ROLLOUT, "The stages are shares of the fleet, comma-separated, ascending up to 1."
+    ] = "0.1,0.5,1"
+    canary: Annotated[
+        str, Heading.ROLLOUT, "These devices, comma-separated, go first; by default the first share does."
+    ] = ""
+    soak_s: Annotated[Seconds, Heading.ROLLOUT, "A stage must go well this long."] = 60.0
+    absent_s: Annotated[Seconds, Heading.ROLLOUT, "Nobody waits for a device after this time without a message."] = (
+        600.0
+    )
+    max_failures: Annotated[
+        Share, Heading.ROLLOUT, "This share of a stage's devices may fail, but none in the first stage."
+    ] = 0.05
+    accuracy_drop: Annotated[float, Meta(ge=0), Heading.ROLLOUT, "This mean loss of accuracy stops the rollout."] = 0.01
 
 
-@click.group()
+@click.group(cls=CommandGroup)
 def rollout() -> None:
     """Bring a release to a fleet, stage by stage; it stops by itself if the devices do worse.
 
@@ -69,14 +78,19 @@ def rollout() -> None:
 @_repo
 @HOME
 @STORE
-@click.option("--allow", default="", help="Code of yours that the run names, package.module:name, comma-separated.")
+@option(
+    "--allow",
+    heading=Heading.CODE,
+    default="",
+    help="The run may name this code of yours: package.module:name, comma-separated.",
+)
 @_json
 def make(repo: Path, home: Path, store: str | None, allow: str, *, as_json: bool) -> None:
     """Release a federation's shared model for all devices, as a signed bundle with the next number.
 
     The number is higher than those of all releases in REPO and of all bundles that devices have reported. The
-    coordinator may be running. Personal layers and the weights of experts are not part of this model: they are in the
-    bundles that the devices make at the end of a run. Needs the keys of targets, snapshot and timestamp.
+    coordinator may be running. Personal layers and the weights of experts are not part of this model. The command needs
+    the keys of targets, snapshot and timestamp.
 
     Examples:
       fedge rollout make releases --home shop
@@ -92,17 +106,15 @@ def make(repo: Path, home: Path, store: str | None, allow: str, *, as_json: bool
 @_repo
 @click.argument("target", required=False)
 @settings_options(RolloutSettings, "rollout")
-@_json
+@json_lines("event")
 def start(repo: Path, target: str | None, config: Path | None, *, as_json: bool, **flags: object) -> int:
     """Supervise a rollout to its end, and serve its files to the devices.
 
-    You may kill it at any time: the same command continues the rollout, and so does the command without TARGET, with
-    the plan of the start. It ends when every device that was ever online has the release; until then it waits for those
-    that are off. An aborted release is not tried again, since devices remember what they refused: release the next
-    number instead.
+    You may kill it at any time: the same command continues, also without TARGET, by the plan of the start. It ends when
+    every device that was ever online has the release. Devices remember an aborted release and refuse it: release the
+    next number instead.
 
     Examples:
-      fedge rollout start releases 5/manifest.json --broker localhost:1883 --federation shop
       fedge rollout start releases 5/manifest.json --broker server:8883 --federation shop --canary cam1,cam2
       fedge rollout start releases 5/manifest.json --config fleet.toml --stages 0.05,0.25,1 --soak-s 3600 --json
       fedge rollout start releases --config fleet.toml
@@ -213,7 +225,6 @@ def status(repo: Path, *, as_json: bool) -> None:
 
     Examples:
       fedge rollout status releases
-      fedge rollout status releases --json
 
     Exit codes: 0, 2 there is no rollout, 4 its state cannot be read.
     """

@@ -12,10 +12,11 @@ from coordinator.options import STDOUT, json_option, method_and_options, method_
 from coordinator.runs import named_by_time
 from coordinator.simulation.settings import CompareSettings, SimulationSettings
 from fedge.config import resolve, settings_options
+from fedge.help import Command
 from fedge.tasks.partition import check_partitioning
 
 
-@click.command()
+@click.command(cls=Command)
 @settings_options(SimulationSettings, "simulate")
 @method_options
 @json_option
@@ -23,8 +24,8 @@ def simulate(config: Path | None, options: tuple[str, ...], json_file: Path | No
     """Run one method on simulated devices, in this process, and measure it.
 
     Samples are partitioned among devices that train with the code of real ones. The accuracy is that of each device's
-    installed bundle, run by ONNX Runtime on its own unseen test samples. The options of a method are written after
-    colons in its name, or with --option; docs/methods lists them.
+    installed bundle, run by ONNX Runtime on its own unseen test samples. A method's options follow colons in its name,
+    or --option; docs/methods lists them.
 
     Examples:
       fedge simulate
@@ -52,15 +53,14 @@ def simulate(config: Path | None, options: tuple[str, ...], json_file: Path | No
         )
 
 
-@click.command()
+@click.command(cls=Command)
 @settings_options(CompareSettings, "compare")
 @json_option
 def compare(config: Path | None, json_file: Path | None, **flags: object) -> None:
     """Run several methods on equal terms and show what each brings.
 
-    For each seed all methods have the same partition, first model and budget, so differences are paired. Runs that are
-    done are kept in --out: started again with the same settings, it goes on where it was, also with more methods or
-    seeds.
+    For each seed all methods have the same partition, first model and budget, so differences are paired. A comparison
+    that is started again with the same settings and --out continues, also with more methods or seeds.
 
     Examples:
       fedge compare --methods local,fedavg,fedavg+ft,fedge --partition groups

@@ -26,22 +26,22 @@ from coordinator.simulation.settings import Scenario
 from coordinator.watch import read_summary
 from fedge.config import given
 from fedge.errors import MALFORMED, StoreError
+from fedge.help import Command, json_option
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("folder", metavar="RUN", type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="What the run was, and its figures, as JSON.")
+@json_option()
 def report(folder: Path, *, as_json: bool) -> None:
     """Write the report of a run anew from its folder, and say what the run was.
 
-    RUN is the --out folder of `simulate`, `compare` or `demo`, or the home of a coordinator, which may be running. Its
-    report.html, figures.json, figures.csv and accuracy.svg are written anew; run.json has the configuration, versions,
-    seed and commit.
+    RUN is the --out folder of `simulate`, `compare` or `demo`, or the home of a coordinator, which may be running. The
+    command writes report.html, figures.json, figures.csv and accuracy.svg; run.json has configuration, versions, seed
+    and commit.
 
     Examples:
       fedge report run-1
       fedge report shop
-      fedge report run-1 --json
 
     Exit codes: 0 done, 2 no such folder, or not that of a run, 4 a file cannot be read or written.
     """

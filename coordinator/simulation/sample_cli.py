@@ -13,18 +13,19 @@ from coordinator.runs import new_folder
 from coordinator.simulation.settings import SampleSettings
 from fedge.config import resolve, settings_options
 from fedge.errors import StoreError, failing_as
+from fedge.help import Command, json_option
 from fedge.tasks import partition, write_share, write_task
 from fedge.tasks.partition import check_partitioning, samples_of
 
 
-@click.command()
+@click.command(cls=Command)
 @settings_options(SampleSettings, "sample")
-@click.option("--json", "as_json", is_flag=True, help="The files, as JSON.")
+@json_option()
 def sample(config: Path | None, as_json: bool, **flags: object) -> None:
     """Write samples of a task as the data of devices, to try the other commands with.
 
-    OUT/cam1.npz is what an agent takes as --data, OUT/cam1-test.npz holds samples of the same device that it has never
-    seen, for `fedge infer`. OUT/task.json describes the task.
+    OUT/cam1.npz is what an agent takes as --data. OUT/cam1-test.npz holds unseen samples of the same device, for `fedge
+    infer`. OUT/task.json describes the task.
 
     Examples:
       fedge sample

@@ -6,7 +6,7 @@ They are also the arguments of the Python interface, and defined only here.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from msgspec import Meta
 
@@ -14,16 +14,26 @@ from coordinator import methods, protection
 from coordinator.methods import DEFAULT, MethodSettings, Option, settings_of
 from coordinator.tracking import MLflow, TensorBoard
 from fedge.config import CODE, AtLeastOne, Duration
-from fedge.messages import Share
+from fedge.help import Heading
 from fedge.processor import Processor, TrainOn
-from fedge.tasks.partition import How, Partitioning
+from fedge.tasks.partition import NGroups, Partitioning, Rule, Sensitive
 
 Engine = Literal["local", "ray"]
 """What carries out the devices' orders."""
 Hardware = Literal["mixed", "steady", "none"]
 """What the devices are (`coordinator.fleet.devices`)."""
-RayAddress = Annotated[str | None, "Of a running cluster, auto: this machine's; by default one is started here."]
-Results = Annotated[Path | None, "Folder for the results; a run found there is resumed. Default: a new folder."]
+RayAddress = Annotated[
+    str | None,
+    Heading.RUNS,
+    "The Ray cluster runs at this address, with auto on this machine; by default one is started here.",
+]
+Results = Annotated[
+    Path | None,
+    Heading.OUTPUT,
+    "This folder gets the results, and a run found there is resumed; by default the folder is new.",
+]
+Seed = Annotated[int, Meta(ge=0), Heading.RUNS, "This seed decides partition, first model and training."]
+TARGET_HELP: Final = "The report says what reaching this accuracy cost."
 
 
 class Setup(Partitioning, frozen=True, kw_only=True):
@@ -58,25 +68,40 @@ class Scenario(Setup, frozen=True, kw_only=True):
     """Settings that the methods of a comparison share."""
 
     global_test: Annotated[
-        float, Meta(ge=0, lt=1), "Share of all samples set apart as global test set before partitioning."
+        float,
+        Meta(ge=0, lt=1),
+        Heading.EVALUATION,
+        "This share of all samples is set apart as global test set before partitioning.",
     ] = 0.1
     server_data: Annotated[
-        float, Meta(ge=0, lt=1), "Share of the global test set that the server may learn from (fedcoe, fedepc)."
+        float,
+        Meta(ge=0, lt=1),
+        Heading.EVALUATION,
+        "The server may learn from this share of the global test set (fedcoe, fedepc).",
     ] = 0.5
     late_joiners: Annotated[
-        int, Meta(ge=0), "Devices that come when training is over, drawn by lot: measured apart."
+        int,
+        Meta(ge=0),
+        Heading.DEVICES,
+        "This many devices, drawn by lot, come when training is over; they are measured apart.",
     ] = 0
     hardware: Annotated[
         Hardware,
-        "mixed: Raspberry Pis and Jetsons that come, go and straggle; steady: the same, always there; none: no clock.",
+        Heading.DEVICES,
+        "Devices are Raspberry Pis and Jetsons that come, go and straggle (mixed), or are always there (steady). With "
+        "none there is no clock.",
     ] = "steady"
-    deadline_s: Annotated[Duration | None, "Simulated time for one step."] = None
+    deadline_s: Annotated[Duration | None, Heading.RUNS, "One step has this much simulated time."] = None
     train_on: TrainOn = Processor.CPU
-    evaluate_every: Annotated[AtLeastOne | None, "Rounds between two points of the curve; default: a tenth."] = None
-
+    evaluate_every: Annotated[
+        AtLeastOne | None,
+        Heading.EVALUATION,
+        "The curve has a point after this many rounds; by default it is a tenth of all.",
+    ] = None
     measured: Annotated[
         AtLeastOne | None,
-        "Devices whose accuracy is measured, and that install bundles, drawn by lot; default: all.",
+        Heading.EVALUATION,
+        "This many devices, drawn by lot, install bundles and are measured; by default all do.",
     ] = None
 
     @property
@@ -88,21 +113,22 @@ class Scenario(Setup, frozen=True, kw_only=True):
 class Running(Scenario, frozen=True, kw_only=True):
     """The engine of a simulation or comparison; apart from the rounding of floats, figures do not depend on it."""
 
-    engine: Annotated[Engine, "local: this process, of a comparison several; ray: a Ray cluster (fedge[ray])."] = (
-        "local"
-    )
+    engine: Annotated[
+        Engine,
+        Heading.RUNS,
+        "With local a simulation runs in this process, a comparison in several. With ray both run on a Ray cluster "
+        "(fedge[ray]).",
+    ] = "local"
     ray_address: RayAddress = None
 
 
 class SimulationSettings(Running, frozen=True, kw_only=True):
     """Section [simulate] of the configuration."""
 
-    method: Annotated[str, CODE, "A registered method; NAME+ft: fine-tuned at the end."] = "fedge"
-    seed: Annotated[int, Meta(ge=0), "Of partition, first model and training."] = 0
-    target: Annotated[
-        Annotated[float, Meta(gt=0, le=1)] | None, "Target accuracy; the report says what reaching it cost."
-    ] = None
-    out: Annotated[Path | None, "Keep the devices' folders, with their bundles, here."] = None
+    method: methods.MethodName = "fedge"
+    seed: Seed = 0
+    target: Annotated[Annotated[float, Meta(gt=0, le=1)] | None, Heading.EVALUATION, TARGET_HELP] = None
+    out: Annotated[Path | None, Heading.OUTPUT, "This folder keeps the devices' folders, with their bundles."] = None
     tensorboard: TensorBoard = None
     mlflow: MLflow = None
 
@@ -111,24 +137,39 @@ class CompareSettings(Running, frozen=True, kw_only=True):
     """Section [compare] of the configuration."""
 
     methods: Annotated[
-        str, CODE, "Methods, with commas; options of a method after colons: fedepc:clustering=k-means."
+        str,
+        CODE,
+        Heading.METHOD,
+        "These methods are compared; commas part them, and options of one follow colons: fedepc:clustering=k-means.",
     ] = "local,fedavg,fedavg+ft,fedge"
-    seeds: Annotated[str, "Seeds, with commas."] = "0,1,2"
-    baseline: Annotated[str | None, CODE, "Whom the others are compared with; default: the first."] = None
+    seeds: Annotated[str, Heading.RUNS, "Each method runs with these seeds, parted by commas."] = "0,1,2"
+    baseline: Annotated[
+        str | None, CODE, Heading.METHOD, "The others are compared with this method; by default it is the first."
+    ] = None
     target: Annotated[
         Annotated[float, Meta(gt=0, le=1)] | None,
-        "Target accuracy; the report says what reaching it cost. Default: 95 % of the best mean.",
+        Heading.EVALUATION,
+        f"{TARGET_HELP} By default it is 95 % of the best mean.",
     ] = None
-    jobs: Annotated[AtLeastOne | None, "Runs at the same time; default: a core each; 1 with cuda."] = None
+    jobs: Annotated[
+        AtLeastOne | None,
+        Heading.RUNS,
+        "This many runs go on at the same time; by default one per core, or one with cuda.",
+    ] = None
     out: Results = None
 
 
 class TuneSettings(Scenario, frozen=True, kw_only=True):
     """Section [tune] of the configuration."""
 
-    method: Annotated[str, CODE, "A registered method; its options after colons stay as they are."] = "fedge"
-    trials: Annotated[int, Meta(ge=2), "Configurations that are tried, the first one as it is."] = 20
-    seed: Annotated[int, Meta(ge=0), "Of partition, first model, training and search."] = 0
+    method: Annotated[
+        str,
+        CODE,
+        Heading.METHOD,
+        "The method is one of `fedge methods`; its options after colons stay as they are.",
+    ] = "fedge"
+    trials: Annotated[int, Meta(ge=2), Heading.RUNS, "This many configurations are tried, the first one as it is."] = 20
+    seed: Annotated[int, Meta(ge=0), Heading.RUNS, "This seed decides partition, first model, training and search."] = 0
     ray_address: RayAddress = None
     out: Results = None
 
@@ -136,22 +177,30 @@ class TuneSettings(Scenario, frozen=True, kw_only=True):
 class DemoSettings(Setup, frozen=True, kw_only=True):
     """Section [demo] of the configuration: fewer devices than in a simulation, since each is a process."""
 
-    devices: Annotated[int, Meta(ge=1, le=200), "Devices, one process each."] = 12
-    partition: Annotated[
-        How,
-        "groups: planted groups, by default cameras turned by 0, 90 or 180 degrees, label skew within; "
-        "dirichlet: label skew; shards: few classes each; natural: by person; iid: no skew.",
-    ] = "groups"
-    n_groups: Annotated[int, Meta(ge=1), "Planted groups."] = 3
-    samples: Annotated[AtLeastOne | None, "Use so many samples; by default all, of the large image sets 4000."] = None
-    sensitive: Annotated[Share, "Share of training samples that no upload may learn from."] = 0.3
-    rounds: Annotated[int, Meta(ge=1), "Rounds of training."] = 30
+    devices: Annotated[int, Meta(ge=1, le=200), Heading.DEVICES, "There are this many devices, one process each."] = 12
+    partition: Rule = "groups"
+    n_groups: NGroups = 3
+    samples: Annotated[
+        AtLeastOne | None,
+        Heading.PARTITION,
+        "This many samples are used; by default all are, of the large image sets 4000.",
+    ] = None
+    sensitive: Sensitive = 0.3
+    rounds: Annotated[int, Meta(ge=1), Heading.TRAINING, methods.ROUNDS_HELP] = 30
     participation: methods.Participation = 0.75
-    method: Annotated[str, CODE, "A registered method; NAME+ft: fine-tuned at the end."] = "fedge"
-    broker: Annotated[str, "auto, mosquitto or amqtt: a local one; HOST:PORT: yours."] = "auto"
-    secure: Annotated[bool, "A certificate for each, by `fedge provision` and `fedge enrol`; needs Mosquitto."] = False
-    seed: Annotated[int, Meta(ge=0), "Of partition, first model and training."] = 0
-    out: Annotated[Path | None, "New folder for everything; by default named by the time."] = None
+    method: methods.MethodName = "fedge"
+    broker: Annotated[
+        str, Heading.BROKER, "The broker is a local one (auto, mosquitto or amqtt), or yours at HOST:PORT."
+    ] = "auto"
+    secure: Annotated[
+        bool,
+        Heading.IDENTITY,
+        "Each process has a certificate, by `fedge provision` and `fedge enrol`; this needs Mosquitto.",
+    ] = False
+    seed: Seed = 0
+    out: Annotated[
+        Path | None, Heading.OUTPUT, "This new folder gets everything; by default it is named by the time."
+    ] = None
 
     @property
     def folder(self) -> Path:
@@ -163,6 +212,6 @@ class DemoSettings(Setup, frozen=True, kw_only=True):
 class SampleSettings(Partitioning, frozen=True, kw_only=True):
     """Section [sample] of the configuration."""
 
-    devices: Annotated[int, Meta(ge=1), "Devices: one file each."] = 4
-    seed: Annotated[int, Meta(ge=0), "Of the partition."] = 0
-    out: Annotated[Path, "New folder for the files."] = Path("samples")
+    devices: Annotated[int, Meta(ge=1), Heading.DEVICES, "There are this many devices, one file each."] = 4
+    seed: Annotated[int, Meta(ge=0), Heading.RUNS, "This seed decides the partition."] = 0
+    out: Annotated[Path, Heading.OUTPUT, "This new folder gets the files."] = Path("samples")

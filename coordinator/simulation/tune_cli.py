@@ -13,27 +13,28 @@ from coordinator.options import STDOUT, json_option, write_json
 from coordinator.runs import named_by_time
 from coordinator.simulation.settings import TuneSettings
 from fedge.config import resolve, settings_options
+from fedge.help import Command, Heading, option
 
 SHOWN = 5
 
 
-@click.command()
+@click.command(cls=Command)
 @settings_options(TuneSettings, "tune")
-@click.option(
+@option(
     "--search",
+    heading=Heading.RUNS,
     multiple=True,
     metavar="NAME=RANGE",
-    help="What is searched: NAME=LOW..HIGH, NAME=A,B,C, or NAME alone for its usual range; may be repeated. Default: "
-    "the learning rate, and the options of the method that have a lowest and a highest value.",
+    help="This is searched: NAME=LOW..HIGH, NAME=A,B,C, or NAME alone for its usual range; it may be repeated. By "
+    "default it is the learning rate, and the options of the method that have a lowest and a highest value.",
 )
 @json_option
 def tune(config: Path | None, search: tuple[str, ...], json_file: Path | None, **flags: object) -> None:
     """Search a method's options and the settings of local training on validation samples, with Ray Tune.
 
-    The first configuration is the one that was given, the others are drawn at random; worse ones are stopped early.
-    What is compared is the model that each device would use after the rounds of training, on its validation samples.
-    The best configuration is written as a file for `fedge simulate` and `fedge coordinator`. Started again with the
-    same settings and --out, a search goes on where it was.
+    The first configuration is the given one. The others are drawn at random, and worse ones are stopped early. They are
+    judged by the model that each device would use after training. The best one is written as a file for `fedge
+    simulate` and `fedge coordinator`. A search that is started again with the same settings and --out continues.
 
     Examples:
       fedge tune --method fedavg --search learning_rate

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from fedge import preprocess
 from fedge.config import CODE, AtLeastOne
 from fedge.errors import ConfigError
+from fedge.help import Heading
 from fedge.task import TEST, TRAIN, VALIDATION, TaskSpec
 from fedge.tasks import partitioners
 from fedge.tasks.data import DeviceData
@@ -35,49 +36,75 @@ Marks = Literal["samples", "classes"]
 """The whole of which `sensitive` is a share."""
 
 
+Rule = Annotated[
+    How,
+    Heading.PARTITION,
+    "A partition by dirichlet has label skew, by groups planted groups, by shards few classes each, by natural a "
+    "person each, by iid no skew. With generated there are as many devices as you like, each with samples turned, "
+    "shifted and noised by its number.",
+]
+NGroups = Annotated[int, Meta(ge=1), Heading.PARTITION, "There are this many planted groups."]
+Sensitive = Annotated[
+    float, Meta(ge=0, le=1), Heading.PARTITION, "No upload may learn from this share of the training samples."
+]
+
+
 class Partitioning(Struct, frozen=True, kw_only=True):
     """Samples, and their partition over devices."""
 
     task: Annotated[
         str,
         CODE,
-        "digits, mnist, fashion-mnist, uci-har, spoken-digits, image-folder, arrays, a table's"
-        " schema (.toml) or package.module:Class.",
+        Heading.TASK,
+        "The task is digits, mnist, fashion-mnist, uci-har, spoken-digits, image-folder, arrays, a table's schema "
+        "(.toml) or package.module:Class.",
     ] = "digits"
-    data: Annotated[Path | None, "Folder or file with the samples; digits need none."] = None
+    data: Annotated[Path | None, Heading.TASK, "This folder or file holds the samples; digits need none."] = None
     model: ModelName = None
     weights: Weights = None
     adapt: Adapt = None
-    devices: Annotated[AtLeastOne | None, "20; natural: as many as there are people."] = None
-    partition: Annotated[
-        How,
-        "dirichlet: label skew; groups: planted groups; shards: few classes each; natural: by person; "
-        "iid: no skew; generated: as many devices as you like, each with samples turned, shifted and noised by its "
-        "number.",
-    ] = "dirichlet"
-    alpha: Annotated[float, Meta(gt=0), "Label skew, Dirichlet's parameter; smaller is stronger."] = 1.0
+    devices: Annotated[
+        AtLeastOne | None,
+        Heading.DEVICES,
+        "There are this many devices; by default 20, or with natural as many as there are people.",
+    ] = None
+    partition: Rule = "dirichlet"
+    alpha: Annotated[
+        float, Meta(gt=0), Heading.PARTITION, "This is Dirichlet's parameter of the label skew; smaller is stronger."
+    ] = 1.0
     groups: Annotated[
         Groups,
-        "rotation: cameras turned by 90 degrees each; labels: classes of their own; codes: each device "
-        "of the first group names the classes in an order of its own.",
+        Heading.PARTITION,
+        "Groups have cameras turned by 90 degrees each (rotation), classes of their own (labels), or codes. With "
+        "codes, each device of the first group names the classes in an order of its own.",
     ] = "rotation"
-    n_groups: Annotated[int, Meta(ge=1), "Planted groups."] = 4
-    shards: Annotated[int, Meta(ge=1), "Shards of sorted labels that each device gets."] = 2
+    n_groups: NGroups = 4
+    shards: Annotated[int, Meta(ge=1), Heading.PARTITION, "Each device gets this many shards of sorted labels."] = 2
     iid_share: Annotated[
-        float, Meta(ge=0, le=1), "Share of the samples spread evenly before, for shards and dirichlet."
+        float,
+        Meta(ge=0, le=1),
+        Heading.PARTITION,
+        "This share of the samples is spread evenly before, for shards and dirichlet.",
     ] = 0.0
-    sizes: Annotated[Sizes, "Quantity skew, for dirichlet, groups and iid."] = "equal"
-    size_spread: Annotated[float, Meta(ge=0, le=5), "Its sigma, or the power law's exponent."] = 1.0
+    sizes: Annotated[
+        Sizes, Heading.PARTITION, "The quantities of samples have this skew, for dirichlet, groups and iid."
+    ] = "equal"
+    size_spread: Annotated[
+        float, Meta(ge=0, le=5), Heading.PARTITION, "This is the sigma of log-normal, or the exponent of power-law."
+    ] = 1.0
     min_samples: Annotated[
         int,
         Meta(ge=FEWEST),
-        "Fewest samples per device; the partition is redrawn, then samples are moved, to reach it.",
+        Heading.PARTITION,
+        "Each device has at least this many samples; to reach it, the partition is redrawn, then samples are moved.",
     ] = MIN_SAMPLES
-    samples: Annotated[AtLeastOne | None, "Use so many samples; default: all."] = None
-    sensitive: Annotated[float, Meta(ge=0, le=1), "Share of training samples that no upload may learn from."] = 0.0
-    marks: Annotated[Marks, "samples: as many of each class; classes: all of so many of a device's classes."] = (
-        "samples"
-    )
+    samples: Annotated[AtLeastOne | None, Heading.PARTITION, "This many samples are used; by default all are."] = None
+    sensitive: Sensitive = 0.0
+    marks: Annotated[
+        Marks,
+        Heading.PARTITION,
+        "As many samples of each class are sensitive, or with classes all samples of so many of a device's classes.",
+    ] = "samples"
 
 
 _ONLY_FOR: Final = {

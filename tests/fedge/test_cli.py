@@ -14,6 +14,7 @@ import pytest
 
 import fedge
 from fedge import cli, errors, logs
+from fedge.help import Option
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "torchvision", "sklearn", "onnx", "onnxruntime", "scipy")
@@ -215,11 +216,20 @@ def test_commands_stand_by_role_and_those_that_lack_something_say_so(
     not_installed("matplotlib")
     assert cli.main(["--help"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    headings = ["Try it on this machine:", "Edge server:", "A device that learns:", "A device that predicts:"]
+    headings = [
+        *("The first week:", "On the coordinator:", "On a device:", "In simulations:", "Releases and security:"),
+        "General:",
+    ]
     assert [said.index(heading) for heading in headings] == sorted(said.index(heading) for heading in headings)
     assert "measure it. [not here: needs coordinator]" in said
-    assert "data of this device. export" in said
-    assert said.index("infer Predict") > said.index("A device that predicts:")
+    assert "data of this device. infer" in said
+    assert said.index("serve Answer") > said.index("On a device:")
+
+
+def test_the_commands_of_the_first_week_stand_first() -> None:
+    first = [name for name, about in cli.COMMANDS.items() if about.group == cli.FIRST]
+    assert first == ["demo", "new", "check", "simulate", "compare", "coordinator", "agent", "infer"]
+    assert list(cli.COMMANDS)[: len(first)] == first
 
 
 def test_a_missing_module_of_ours_is_a_bug(commands: dict[str, object]) -> None:
@@ -348,6 +358,13 @@ def flags_of(name: str) -> dict[str, str]:
     return {each.name or "": each.help or "" for each in command.params if isinstance(each, click.Option)}
 
 
+def settings_of(name: str) -> set[str]:
+    """The options of a command that a file and the environment can give, too."""
+    command = cli.command.get_command(click.Context(cli.command), name)
+    assert command is not None
+    return {each.name or "" for each in command.params if isinstance(each, Option) and each.setting}
+
+
 @pytest.mark.parametrize(("name", "setting"), [(name, each) for name, settings in CODE.items() for each in settings])
 def test_code_that_a_file_names_is_not_even_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, setting: str
@@ -368,9 +385,7 @@ def test_code_that_a_file_names_is_not_even_imported(
 def test_no_command_has_another_setting_that_names_code() -> None:
     named = {}
     for name in cli.COMMANDS:
-        words = {
-            each: text for each, text in flags_of(name).items() if "[env: FEDGE_" in text or "; env: FEDGE_" in text
-        }
+        words = {each: text for each, text in flags_of(name).items() if each in settings_of(name)}
         said = {each for each, text in words.items() if "package.module" in text}
         if found := said | words.keys() & {"task", "model", "method", "methods", "baseline", "steps", "allow"}:
             named[name] = found

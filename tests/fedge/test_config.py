@@ -9,6 +9,7 @@ from msgspec import Meta, Struct
 
 from fedge.config import CODE, SECTIONS, Name, Secret, describe, given, resolve, section_of, settings_options
 from fedge.errors import ConfigError
+from fedge.help import Heading, Option
 from fedge.text import nearest
 
 
@@ -19,7 +20,7 @@ class Colour(StrEnum):
 
 class Settings(Struct, frozen=True, kw_only=True):
     broker: Annotated[str, "Where it listens."]
-    rounds: Annotated[int, Meta(ge=1), "Rounds to run."] = 30
+    rounds: Annotated[int, Meta(ge=1), Heading.TRAINING, "Rounds to run."] = 30
     deadline_s: Annotated[float, Meta(gt=0, extra={"unit": "s"}), "Time of a round."] = 60.0
     colour: Annotated[Colour, "A choice."] = Colour.RED
     kind: Annotated[Literal["hot", "cold"], "Another choice."] = "hot"
@@ -198,15 +199,24 @@ def test_the_file_can_come_from_the_environment(config: Path, monkeypatch: pytes
     assert "broker='file'" in CliRunner().invoke(command, []).output
 
 
-def test_help_shows_default_unit_variable_and_purpose_of_every_field() -> None:
+def test_help_shows_default_unit_and_purpose_of_every_field_and_the_form_of_its_variable() -> None:
     text = " ".join(CliRunner().invoke(command, ["--help"], terminal_width=1000).output.split())
     for setting in describe(Settings, "coordinator"):
         assert setting.flag in text
-        assert setting.environment in text
         assert setting.help in text
+    assert "section [coordinator]. Environment variables such as FEDGE_COORDINATOR_BROKER" in text
     assert "default: 60.0" in text
     assert "unit: s" in text
     assert "required" in text
+
+
+def test_a_setting_stands_under_its_heading_and_others_are_general() -> None:
+    headings = {setting.name: setting.heading for setting in describe(Settings, "coordinator")}
+    assert headings.pop("rounds") is Heading.TRAINING
+    assert set(headings.values()) == {Heading.GENERAL}
+    flags = {each.name: each for each in command.params if isinstance(each, Option)}
+    assert flags["rounds"].heading is Heading.TRAINING
+    assert {name for name, each in flags.items() if not each.setting} == {"config"}
 
 
 def test_a_type_that_is_no_flag_is_our_own_mistake() -> None:

@@ -26,6 +26,8 @@ REASONS = {
     "tests": "runs the tests themselves",
 }
 
+WHOLE = {"docs/cli.md": "help"}
+"""Pages of which no block is run."""
 EXAMPLES = dict.fromkeys(
     ["examples/methods/fedasync.py", "examples/methods/fedbn.py", "examples/methods/pfedme.py"], "minutes"
 )
@@ -62,10 +64,10 @@ def blocks() -> Iterator[Block]:
         for found in BLOCK.finditer(text):
             line = text[: found.start("text")].count("\n") + 1
             if found["kind"] == "console":
-                if not found["reason"] and NOT_HERE.search(found["text"]):
+                if not (found["reason"] or name in WHOLE) and NOT_HERE.search(found["text"]):
                     raise ValueError(f"{name}:{line}: say why it is not run: <!-- not run: root -->, for example")
                 section = re.findall(r"^##? (.*)$", text[: found.start()], re.MULTILINE)[-1]
-                yield Block(name, section, line, found["text"], found["reason"])
+                yield Block(name, section, line, found["text"], found["reason"] or WHOLE.get(name))
             elif not found["kind"] and COMMAND.search(found["text"]):
                 raise ValueError(f"{name}:{line}: begin a block of commands with ```console")
     for file in sorted(ROOT.glob("examples/**/*.*")):
