@@ -71,7 +71,7 @@ def test_help_shows_every_setting_and_examples() -> None:
     for setting in describe(AgentSettings, "agent"):
         assert setting.flag in text
         assert setting.help, setting.name
-    assert "  fedge agent --config raspberry_pi.toml --id cam2\n" in text, "examples keep their lines"
+    assert "  fedge agent --config raspberry_pi.toml --id cam3 --inference-only\n" in text, "examples keep their lines"
 
 
 def test_the_example_configuration_is_right() -> None:

@@ -14,7 +14,7 @@ from tests.support.demo import WAYS, a_demonstration
 
 def test_help_shows_examples_and_exit_codes() -> None:
     text = CliRunner().invoke(command, ["demo", "--help"]).output
-    assert "fedge demo --task mnist" in text
+    assert "fedge demo --task image-folder" in text
     assert "\n    Exit codes: 0" in text or "\n  Exit codes: 0" in text
     assert "\\b" not in text
     for flag in ("--devices", "--rounds", "--partition", "--sensitive", "--broker", "--participation", "--samples"):
