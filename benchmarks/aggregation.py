@@ -36,7 +36,7 @@ import numpy as np
 from script import finish, machine, parser_of, show
 
 from coordinator.aggregation import cluster_averages
-from fedge.tensors import Layout, Model, TensorInfo
+from fedge.tensors.layout import Layout, Model, TensorInfo
 
 K = 5
 CASES = ((400_000, 50), (11_250_000, 20))  # parameters (1.6 and 45 MB), updates

@@ -2,7 +2,8 @@
 
     memory    MB of a real agent's processes (Linux: RSS, and PSS, which shares out what several processes map), before
               its first order, after its part in a federation while the process that trains waits, and when it has gone
-    order     seconds from an order to its result, by `edge_agent.workplace`: with a process that stays, with a new one
+    order     seconds from an order to its result, by `edge_agent.agent.workplace`: with a process that stays, with a
+    new one
               for each, in turn; one training step of the task's network on 100 samples. Medians
 
 Run: python benchmarks/at_rest.py [--orders 10] [--json FILE]
@@ -22,19 +23,19 @@ import numpy as np
 import psutil
 from script import finish, parser_of, show
 
-from coordinator.checks import first_model
-from edge_agent.settings import AgentSettings
-from edge_agent.workplace import Workplace, samples
-from fedge.broker import LocalBroker
-from fedge.child import command
-from fedge.codec import encode
-from fedge.files import BlobFolder
-from fedge.messages import BlobRef, Codec, Order
-from fedge.sgd import Sgd
-from fedge.step import body_of
-from fedge.steps.train import Start, Train
-from fedge.stopping import never
-from fedge.tensors import unflatten
+from coordinator.service.checks import first_model
+from edge_agent.agent.settings import AgentSettings
+from edge_agent.agent.workplace import Workplace, samples
+from fedge.commands.broker import LocalBroker
+from fedge.steps.contract import body_of
+from fedge.steps.sgd import Sgd
+from fedge.steps.training.train import Start, Train
+from fedge.system.child import command
+from fedge.system.files import BlobFolder
+from fedge.system.stopping import never
+from fedge.tensors.codecs import Codec, encode
+from fedge.tensors.layout import unflatten
+from fedge.wire.messages import BlobRef, Order
 
 KEEP_S = 3.0
 NETWORKS = {"mlp, 0.1 MB": ("digits", (8, 8)), "cnn, 0.8 MB": ("mnist", (28, 28))}
@@ -66,7 +67,7 @@ async def memory() -> dict[str, dict[str, float]]:
             common = ("--broker", settings.broker, "--federation", "rest", "--task", "digits")
             own = ("--id", "cam1", "--home", str(settings.home), "--data", str(settings.data), "--json")
             agent = await asyncio.create_subprocess_exec(
-                *command("fedge.cli", "--log-level", "error", "agent", *common, *own),
+                *command("fedge", "--log-level", "error", "agent", *common, *own),
                 *("--keep-worker-s", str(KEEP_S)),
                 stdout=asyncio.subprocess.PIPE,
             )
@@ -74,7 +75,7 @@ async def memory() -> dict[str, dict[str, float]]:
             await agent.stdout.readline()  # online
             found["before its first order"] = held(agent.pid)
             coordinator = await asyncio.create_subprocess_exec(
-                *command("fedge.cli", "--log-level", "error", "coordinator", *common),
+                *command("fedge", "--log-level", "error", "coordinator", *common),
                 *("--home", f"{folder}/server", "--devices", "1", "--rounds", "3", "--method", "fedge"),
                 stdout=asyncio.subprocess.DEVNULL,
             )

@@ -50,26 +50,26 @@ from numpy.typing import NDArray
 from script import finish, markdown, parser_of, several
 
 from coordinator.aggregation import rules
-from coordinator.methods import Server, make
-from coordinator.protection import Rule
+from coordinator.aggregation.protection import Rule
+from coordinator.methods.method import Server, make
 from coordinator.simulation.evaluation import Evaluation
 from coordinator.simulation.federation import Federation, gather, partition_samples
 from coordinator.simulation.rounds import run as run_rounds
 from coordinator.simulation.settings import Scenario
-from edge_agent import batched
-from edge_agent.device import Unpacked
-from edge_agent.worker import Finished
-from fedge import codec
-from fedge.files import write_atomically
-from fedge.messages import Codec
-from fedge.step import Result
-from fedge.steps.fit_candidates import CandidatesFitted
-from fedge.steps.fit_energy import EnergyFitted
-from fedge.steps.fit_weights import WeightsFitted
-from fedge.steps.profile import Profiled
-from fedge.steps.train import Trained
-from fedge.steps.trial import Tried
-from fedge.tensors import Model
+from edge_agent.device.device import Unpacked
+from edge_agent.device.worker import Finished
+from edge_agent.learning import batched
+from fedge.steps.contract import Result
+from fedge.steps.descriptions.profile import Profiled
+from fedge.steps.descriptions.trial import Tried
+from fedge.steps.mixture.fit_candidates import CandidatesFitted
+from fedge.steps.mixture.fit_energy import EnergyFitted
+from fedge.steps.mixture.fit_weights import WeightsFitted
+from fedge.steps.training.train import Trained
+from fedge.system.files import write_atomically
+from fedge.tensors import codecs
+from fedge.tensors.codecs import Codec
+from fedge.tensors.layout import Model
 
 Vectors = NDArray[np.float64]
 Vector = NDArray[np.float64]
@@ -152,7 +152,7 @@ class Hostile:
         elif self._attack in OF_OTHERS and honest is not None:
             vector = OF_OTHERS[self._attack](honest)
         model = Model(vector.astype(np.float32), own.model.buffers, own.model.counters)
-        return Unpacked(model, own.layout, codec.norms_of(model))
+        return Unpacked(model, own.layout, codecs.norms_of(model))
 
     def _told(self, result: Result) -> Result:
         lies: dict[str, Any] = {}

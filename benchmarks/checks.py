@@ -2,7 +2,7 @@
 
 Updates of noise lie in files, as they do when they have come in. Both sides check the same ones, in turns, as a
 coordinator does: all that wait at once, in one thread one after the other, or in a process for each processor
-(`coordinator.fleet.checking`).
+(`coordinator.fleet.mqtt.checking`).
 
     reports/s   updates checked in a second, median of the repetitions
     stall ms    the longest time for which the event loop could do nothing else, median of the repetitions
@@ -23,10 +23,10 @@ from pathlib import Path
 import numpy as np
 from script import finish, parser_of, show
 
-from coordinator.fleet import checking
-from fedge import codec
-from fedge.messages import Codec
-from fedge.tensors import Layout, TensorInfo
+from coordinator.fleet.mqtt import checking
+from fedge.tensors import codecs
+from fedge.tensors.codecs import Codec
+from fedge.tensors.layout import Layout, TensorInfo
 
 PULSE_S = 0.001
 
@@ -60,7 +60,7 @@ async def measure(numbers: int, how: Codec, updates: int, repetitions: int) -> d
     with tempfile.TemporaryDirectory() as folder, closing(checking.CheckPool()) as pool:
         files = [Path(folder, str(i)) for i in range(updates)]
         for file in files:
-            file.write_bytes(codec.encode({"w": 1e-3 * rng.standard_normal(numbers, np.float32)}, how))
+            file.write_bytes(codecs.encode({"w": 1e-3 * rng.standard_normal(numbers, np.float32)}, how))
         for repetition in range(repetitions + 1):
             for side, small in (("thread", numbers), ("processes", 0)):
                 checking.SMALL = small  # type: ignore[misc]

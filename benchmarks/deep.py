@@ -28,21 +28,23 @@ from PIL import Image
 from script import markdown, parser_of, plot, say
 from torch import nn
 
-from coordinator.methods import make
-from coordinator.methods.fedavg import FedAvgState
+from coordinator.methods.baselines.fedavg import FedAvgState
+from coordinator.methods.method import make
 from coordinator.simulation.federation import gather, partition_samples
 from coordinator.simulation.rounds import run as run_rounds
 from coordinator.simulation.settings import Scenario
-from fedge import models, preprocess, weights
-from fedge.files import write_atomically
-from fedge.messages import Codec
+from fedge.data import preprocessing
+from fedge.data.task import TaskSpec
+from fedge.models import network as models
+from fedge.models import weights
 from fedge.models.training import Network, Trainer, torch_device
-from fedge.processor import Processor
-from fedge.sgd import Sgd
-from fedge.task import TaskSpec
+from fedge.models.weights import needed_on_devices
+from fedge.steps.sgd import Sgd
+from fedge.system.files import write_atomically
+from fedge.system.processor import Processor
 from fedge.tasks import task_spec
-from fedge.tensors import to_bytes, unflatten
-from fedge.weights import needed_on_devices
+from fedge.tensors.codecs import Codec
+from fedge.tensors.layout import to_bytes, unflatten
 
 MODEL: Final = "mobilenet-v3-small"
 FULL: Final = "everything, float32"
@@ -86,11 +88,11 @@ def backbone(archive: Path, out: Path, task: TaskSpec, size: Mapping[str, int], 
         rng = np.random.default_rng((1, epoch))
         rate = 0.05 * (1 + np.cos(np.pi * epoch / size["epochs"])) / 2
         sgd = Sgd(steps=len(y) // 128, batch_size=128, learning_rate=rate, momentum=0.9, weight_decay=5e-4)
-        Trainer(network, preprocess.apply(task, moved(x, rng)), y, sgd, rng).run(sgd.steps)
+        Trainer(network, preprocessing.apply(task, moved(x, rng)), y, sgd, rng).run(sgd.steps)
         write_atomically(file, to_bytes(unflatten(network.dump(), network.layout)))
         write_atomically(log, json.dumps({"epochs": epoch + 1, "images": len(y)}).encode())
         say(f"backbone: epoch {epoch + 1} of {size['epochs']}")
-    settle(network, preprocess.apply(task, x[np.random.default_rng(0).permutation(len(x))[:SEEN]]))
+    settle(network, preprocessing.apply(task, x[np.random.default_rng(0).permutation(len(x))[:SEEN]]))
     write_atomically(file, to_bytes(unflatten(network.dump(), network.layout)))
     return file
 

@@ -36,12 +36,14 @@ from torch import nn
 
 from coordinator.simulation.compare import Comparison, compare, compare_runs
 from coordinator.simulation.settings import CompareSettings
-from fedge import models, preprocess, weights
-from fedge.messages import Codec
-from fedge.processor import Processor
-from fedge.task import TaskSpec
+from fedge.data import preprocessing
+from fedge.data.task import TaskSpec
+from fedge.models import network as models
+from fedge.models import weights
+from fedge.system.processor import Processor
 from fedge.tasks import Partitioning, Pool, partition, pool, task_spec
-from fedge.tensors import to_bytes, unflatten
+from fedge.tensors.codecs import Codec
+from fedge.tensors.layout import to_bytes, unflatten
 
 CUTS: Final[Mapping[str, Mapping[str, str]]] = {
     "mobilenet-v3-small": {"frozen": "classifier.3", "adapted": "features.12"},
@@ -120,7 +122,7 @@ class Source:
         file = self.folder / f"{self.given.part}-{turns}.npy"
         if not file.exists():
             x = np.rot90(np.load(self.pixels)["x"], turns, axes=(2, 3)).copy()
-            np.save(file, self.at_the_cut(preprocess.apply(self.task, x)))
+            np.save(file, self.at_the_cut(preprocessing.apply(self.task, x)))
         return np.asarray(np.load(file))
 
     def partitioned(self, setting: str, seed: int) -> Path:
@@ -130,7 +132,7 @@ class Source:
             return file
         if setting == SPOKEN:
             found = pool("spoken-digits", self.given.data / "fsdd")
-            grey = preprocess.apply(found.spec, found.x)
+            grey = preprocessing.apply(found.spec, found.x)
             x = self.at_the_cut(np.kron(np.repeat(grey, 3, axis=1), np.ones((2, 2), np.float32)))
             y, user = found.y, found.user
         else:

@@ -56,20 +56,20 @@ import numpy as np
 from script import finish, parser_of, progress_of, several
 
 from coordinator.aggregation.pooled import ETA_0, wants_split
-from coordinator.fleet import Device
-from coordinator.methods import NO_DATA, MethodSettings, Server
-from coordinator.methods.fedge import Fedge, FedgeState, Pool
+from coordinator.methods.method import NO_DATA, MethodSettings, Server
+from coordinator.methods.papers.fedge import Fedge, FedgeState, Pool
 from coordinator.simulation import federation
 from coordinator.simulation.compare import Comparison, compare, compare_runs
 from coordinator.simulation.run import Watch
 from coordinator.simulation.settings import CompareSettings
-from fedge.messages import Role
-from fedge.step import Action
-from fedge.steps.fit_candidates import CandidatesFitted, FitCandidates
-from fedge.steps.fit_energy import EnergyFitted
-from fedge.steps.fit_gate import FitGate
-from fedge.steps.fit_weights import Calibration
+from coordinator.store.records import Device
+from fedge.steps.contract import Action
+from fedge.steps.mixture.fit_candidates import CandidatesFitted, FitCandidates
+from fedge.steps.mixture.fit_energy import EnergyFitted
+from fedge.steps.mixture.fit_gate import FitGate
+from fedge.steps.mixture.fit_weights import Calibration
 from fedge.tasks import DeviceData, share_data
+from fedge.wire.messages import Role
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # methods are named by path: benchmarks.default_method:NoGuard
 from benchmarks.steps.ablated_candidates import FitAblatedCandidates

@@ -12,7 +12,7 @@ A device's candidates are its own network and the eight others. They are mixed i
 
     formula      raw energies and a gate trained through them, on training and validation samples, without decay;
                  the targets of lazy evaluation are about this one
-    scmoe-pfl    the same with the decay of the method's devices (edge_agent/steps/fit_mixture.py)
+    scmoe-pfl    the same with the decay of the method's devices (edge_agent/steps/mixture/fit_mixture.py)
     fedge        shrunken weights, bounded energies, gate with more decay, by the validation samples alone
 
 `local`: a device's own test samples; `global`: 100 of all. Processor time of single samples, engines in turn, within
@@ -36,19 +36,19 @@ from inference import TASKS, Target
 from script import digit_images, finish, parser_of, several
 
 import deploy
-from edge_agent.gate import train_gate
-from edge_agent.mixture import em_weights, energy_statistics
-from edge_agent.steps import fit_mixture
+from edge_agent.learning.gate import train_gate
+from edge_agent.learning.mixture import em_weights, energy_statistics
+from edge_agent.steps.mixture import fit_mixture
 from export import Candidate, Mixture, write_bundle
 from export.int8 import Int8Limits, quantise
 from export.parity import formula, logits_of
-from fedge.bundle import read
-from fedge.fusion import fuse, gate_scores, raw_energies, standardised
-from fedge.messages import Role
-from fedge.models import initial
+from fedge.bundle.formula import fuse, gate_scores, raw_energies, standardised
+from fedge.bundle.manifest import read
+from fedge.data.validation import Validation
+from fedge.models.network import initial
 from fedge.models.training import Network
-from fedge.tensors import Model
-from fedge.validation import Validation
+from fedge.tensors.layout import Model
+from fedge.wire.messages import Role
 
 TASK = TASKS["cnn28"]
 N_DEVICES = 9

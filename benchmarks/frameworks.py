@@ -42,15 +42,15 @@ import torch
 from plain import NETWORKS, Plan, Samples, client_update
 from script import finish, machine, parser_of, peak_mb, say, several
 
-from coordinator.fleet.simulated import SimulatedFleet
-from coordinator.methods import MethodSettings, make
+from coordinator.fleet.simulated.fleet import SimulatedFleet
+from coordinator.methods.method import MethodSettings, make
 from coordinator.simulation.rounds import run
-from edge_agent.worker import Worker
-from fedge import models
-from fedge.messages import Codec
-from fedge.sgd import Sgd
+from edge_agent.device.worker import Worker
+from fedge.models import network
+from fedge.steps.sgd import Sgd
 from fedge.tasks import DeviceData, task_spec
-from fedge.tensors import unflatten
+from fedge.tensors.codecs import Codec
+from fedge.tensors.layout import unflatten
 
 SHAPES: Final = {"small": ("digits", "mlp", (1, 8, 8), 60), "large": ("mnist", "cnn_fedavg", (1, 28, 28), 20)}
 """Task, network, input, samples of a client."""
@@ -89,7 +89,7 @@ class Work:
             f"d{k:05}": Worker(f"d{k:05}", self.task, DeviceData(x, y, unmarked, x[:0], none), home / f"d{k:05}")
             for k, (x, y) in enumerate(self.clients)
         }
-        layout, first = models.initial(self.task, 0)
+        layout, first = network.initial(self.task, 0)
 
         def rounds_of(steps: int) -> list[float]:
             fleet = SimulatedFleet(self.task, layout, workers, seed=0)

@@ -43,12 +43,12 @@ from sklearn.metrics import roc_auc_score
 
 import fedge
 from coordinator.simulation.federation import partition_samples
-from deploy.engines import Separate
-from deploy.runtime import Runtime
-from fedge import preprocess
-from fedge.bundle import Reference
-from fedge.energies import free_energy
-from fedge.fusion import Formula, fuse, gate_scores
+from deploy.inference.engines import Separate
+from deploy.inference.runtime import Runtime
+from fedge.bundle.energies import free_energy
+from fedge.bundle.formula import Formula, fuse, gate_scores
+from fedge.bundle.manifest import Reference
+from fedge.data import preprocessing
 from fedge.tasks import DeviceData, Share
 
 TASKS: Final[Mapping[str, str]] = {
@@ -167,7 +167,7 @@ def measured(task: str, given: argparse.Namespace, seed: int) -> dict[tuple[str,
             found["pooled", "beta", ""] = float(runtime.manifest.fusion.beta)
             own: dict[str, np.ndarray] = {}
             for kind, (x, y) in kinds(device, federation.shares, np.random.default_rng((seed, number))).items():
-                by_variant, free = variants(runtime, shifted, preprocess.apply(federation.task, x))
+                by_variant, free = variants(runtime, shifted, preprocessing.apply(federation.task, x))
                 for variant, p in by_variant.items():
                     probabilities[kind, variant].append((p, y))
                 strange = {"energy": free, "probability": -by_variant["as it is"].max(axis=1)}

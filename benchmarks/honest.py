@@ -23,11 +23,11 @@ import msgspec
 import numpy as np
 from script import finish, markdown, parser_of, several
 
-from coordinator.options import method_and_options
+from coordinator.methods.options import method_and_options
 from coordinator.simulation.run import simulate
 from coordinator.simulation.settings import Scenario
-from fedge.files import write_atomically
-from fedge.messages import Codec
+from fedge.system.files import write_atomically
+from fedge.tensors.codecs import Codec
 
 POWER_LAW: Final = {"sizes": "power-law", "size_spread": 1.5, "min_samples": 8}
 LOG_NORMAL: Final = {"sizes": "log-normal", "min_samples": 8}

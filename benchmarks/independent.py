@@ -37,10 +37,10 @@ from torch import nn
 from coordinator.simulation.federation import Federation, partition_samples
 from coordinator.simulation.run import simulate
 from coordinator.simulation.settings import Scenario
-from fedge import preprocess
-from fedge.messages import Codec
+from fedge.data import preprocessing
 from fedge.tasks import share_data
-from fedge.tensors import unflatten
+from fedge.tensors.codecs import Codec
+from fedge.tensors.layout import unflatten
 
 POINT = 1.0
 WITHOUT_FLOWER = "Flower is not installed here; benchmarks/flower_simulation.py tells how. The other rivals run."
@@ -68,7 +68,7 @@ class Seed:
         self.first: Weights = {name: torch.tensor(first[name]) for name in self.module.state_dict()}
         shares = self.federation.shares.values()
         self.clients: list[Samples] = [share_data(task, share).shared for share in shares]
-        self.tests: list[Samples] = [(preprocess.apply(task, share.x_test), share.y_test) for share in shares]
+        self.tests: list[Samples] = [(preprocessing.apply(task, share.x_test), share.y_test) for share in shares]
         self.plan = Plan(
             rounds=scenario.rounds,
             steps=scenario.local_steps,

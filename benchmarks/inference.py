@@ -41,15 +41,15 @@ from export import Candidate, GateWeights, Mixture, write_bundle
 from export.branch import OPSET, branch
 from export.graph import Graph, filled
 from export.parity import logits_of
-from fedge.bundle import INPUT, read
-from fedge.fusion import n_gate_features
-from fedge.messages import Role
-from fedge.models import build, initial
-from fedge.models import load as load_model
-from fedge.ort import onnxruntime, session_of, session_options
-from fedge.preprocess import apply
-from fedge.task import TaskSpec, gate_pool
-from fedge.tensors import unflatten
+from fedge.bundle.formula import n_gate_features
+from fedge.bundle.manifest import read
+from fedge.bundle.runtime import onnxruntime, session_of, session_options
+from fedge.data.preprocessing import apply
+from fedge.data.task import INPUT, TaskSpec, gate_pool
+from fedge.models.network import build, initial
+from fedge.models.network import load as load_model
+from fedge.tensors.layout import unflatten
+from fedge.wire.messages import Role
 
 TASKS = {
     "cnn28": TaskSpec(name="mnist", classes=DIGITS, input_shape=(1, 28, 28), model="networks:cnn28"),
@@ -228,7 +228,7 @@ begin = time.process_time()
 _LOAD = """
 import numpy as np, onnxruntime
 from pathlib import Path
-from fedge.ort import session_options
+from fedge.bundle.runtime import session_options
 graph, folder, shape = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
 data = open(graph, "rb").read() if graph.endswith(".bytes") else graph
 before, begin = memory()["VmRSS"], time.process_time()

@@ -22,13 +22,13 @@ from torch import nn
 
 from export import Candidate, GateWeights, Mixture, write_bundle
 from export.int8 import Int8Limits, Int8Report, quantise
-from fedge.bundle import read
-from fedge.fusion import n_gate_features
-from fedge.messages import Role
-from fedge.models import build, dump, layout_of
+from fedge.bundle.formula import n_gate_features
+from fedge.bundle.manifest import read
+from fedge.data.task import TaskSpec
+from fedge.data.validation import Validation
+from fedge.models.network import build, dump, layout_of
 from fedge.models.networks import NETWORKS
-from fedge.task import TaskSpec
-from fedge.validation import Validation
+from fedge.wire.messages import Role
 
 SHAPES = {"resnet_moe": (3, 32, 32), "mobilenet-v3-small": (3, 32, 32), "resnet-18": (3, 32, 32)}
 """Of the networks' images; the others see (1, 28, 28)."""

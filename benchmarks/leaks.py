@@ -47,22 +47,23 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.functional import cross_entropy
 
-from coordinator.fleet.simulated import SimulatedFleet
+from coordinator.fleet.simulated.fleet import SimulatedFleet
 from coordinator.simulation.federation import Federation, partition_samples
 from coordinator.simulation.settings import Scenario
-from edge_agent.sparsity import sparsity_profile
-from edge_agent.worker import Worker
-from fedge import preprocess
-from fedge.fusion import softmax
-from fedge.messages import BlobRef, Codec
+from edge_agent.device.worker import Worker
+from edge_agent.learning.profile import sparsity_profile
+from fedge.bundle.formula import softmax
+from fedge.data import preprocessing
 from fedge.models.training import Network
-from fedge.sgd import Sgd
-from fedge.step import Action, Result
-from fedge.steps.mean_features import FeaturesMeasured, MeanFeatures
-from fedge.steps.profile import Profile, Profiled
-from fedge.steps.train import Start, Train, Trained
+from fedge.steps.contract import Action, Result
+from fedge.steps.descriptions.mean_features import FeaturesMeasured, MeanFeatures
+from fedge.steps.descriptions.profile import Profile, Profiled
+from fedge.steps.sgd import Sgd
+from fedge.steps.training.train import Start, Train, Trained
 from fedge.tasks import DeviceData, share_data
-from fedge.tensors import BASE, Model, Tensors, unflatten
+from fedge.tensors.codecs import Codec
+from fedge.tensors.layout import BASE, Model, Tensors, unflatten
+from fedge.wire.messages import BlobRef
 
 Vectors = NDArray[np.floating[Any]]
 Labels = NDArray[np.int64]
@@ -326,7 +327,7 @@ def scene(scenario: Scenario, seed: int, home: Path) -> Scene:
     return Scene(
         federation=federation,
         data={i: share_data(task, share) for i, share in federation.shares.items()},
-        tests={i: (preprocess.apply(task, s.x_test), s.y_test) for i, s in federation.shares.items()},
+        tests={i: (preprocessing.apply(task, s.x_test), s.y_test) for i, s in federation.shares.items()},
         known=(federation.global_test[0][:KNOWN], federation.global_test[1][:KNOWN]),
         network=Network(task),
         model=federation.first,

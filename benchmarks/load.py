@@ -52,38 +52,26 @@ from typing import Any
 import numpy as np
 from script import cpu_s, finish, machine, parser_of, peak_mb, plot, show
 
-from coordinator.checks import first_model
-from coordinator.fleet.orders import OrderStatus
-from coordinator.store import Store
-from edge_agent import session
-from edge_agent.agent import FETCH_PATIENCE_S, capabilities
-from fedge.background import Background
-from fedge.broker import LocalBroker
-from fedge.codec import encode as encode_tensors
+from coordinator.service.checks import first_model
+from coordinator.store.records import OrderStatus
+from coordinator.store.store import Store
+from edge_agent.agent import session
+from edge_agent.agent.loop import FETCH_PATIENCE_S, capabilities
+from fedge.commands.broker import LocalBroker
+from fedge.data.task import TaskSpec
 from fedge.errors import ProtocolError
-from fedge.files import BlobFolder
-from fedge.messages import (
-    Ack,
-    BlobRef,
-    Context,
-    Order,
-    Presence,
-    Report,
-    Status,
-    Want,
-    blobs_of,
-    decode,
-    encode,
-)
-from fedge.step import installed_steps, read_action, report_of
-from fedge.steps.install import Installed
-from fedge.steps.train import Train, Trained
-from fedge.task import TaskSpec
+from fedge.steps.contract import installed_steps, read_action, report_of
+from fedge.steps.mixture.install import Installed
+from fedge.steps.training.train import Train, Trained
+from fedge.system.background import Background
+from fedge.system.files import BlobFolder
 from fedge.tasks import task_spec
-from fedge.tensors import Layout, Model, unflatten
-from fedge.topics import Topics
-from fedge.transfer import Receiver
-from fedge.transport import BrokerSettings, Inbound, Transport, Will
+from fedge.tensors.codecs import encode as encode_tensors
+from fedge.tensors.layout import Layout, Model, unflatten
+from fedge.wire.messages import Ack, BlobRef, Context, Order, Presence, Report, Status, Want, blobs_of, decode, encode
+from fedge.wire.topics import Topics
+from fedge.wire.transfer import Receiver
+from fedge.wire.transport import BrokerSettings, Inbound, Transport, Will
 
 TOPICS = Topics("load")
 PARTS = ("coordinator", "helpers", "broker", "herds")
@@ -273,7 +261,7 @@ class Run:
         async with LocalBroker("mosquitto") as self.broker:
             address = BrokerSettings(self.broker.host, self.broker.port)
             command = (
-                sys.executable, "-m", "fedge.cli", "coordinator", "--broker", f"{address.host}:{address.port}",
+                sys.executable, "-m", "fedge", "coordinator", "--broker", f"{address.host}:{address.port}",
                 "--federation", TOPICS.federation, "--home", str(self.home / "coordinator"), "--task", "digits",
                 "--method", "fedavg", "--rounds", str(self.args.rounds), "--devices", str(self.n),
                 "--deadline-s", str(self.args.deadline_s), "--json",

@@ -21,15 +21,15 @@ from typing import Any, Final
 
 from script import finish, parser_of, show
 
-from coordinator.fleet.simulated import SimulatedFleet
-from coordinator.methods import Server, make
+from coordinator.fleet.simulated.fleet import SimulatedFleet
+from coordinator.methods.method import Server, make
 from coordinator.simulation.federation import partition_samples
 from coordinator.simulation.rounds import run
 from coordinator.simulation.settings import Scenario
-from edge_agent.batched import Job, one_by_one, one_thread
-from edge_agent.worker import Finished, Worker
+from edge_agent.device.worker import Finished, Worker
+from edge_agent.learning.batched import Job, one_by_one, one_thread
 from fedge.tasks import share_data
-from fedge.tensors import unflatten
+from fedge.tensors.layout import unflatten
 
 SETTINGS: Final[dict[str, dict[str, Any]]] = {
     "alpha 0.5": {"alpha": 0.5},

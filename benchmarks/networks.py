@@ -7,7 +7,7 @@ import math
 
 from torch import nn
 
-from fedge.task import TaskSpec
+from fedge.data.task import TaskSpec
 
 
 def cnn28(task: TaskSpec) -> nn.Module:

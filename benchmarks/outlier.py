@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 
 import fedge
 from coordinator.simulation.federation import partition_samples
-from fedge.bundle import Reference
-from fedge.energies import free_energy
+from fedge.bundle.energies import free_energy
+from fedge.bundle.manifest import Reference
 
 TASKS: Final[Mapping[str, dict[str, Any]]] = {
     "digits": {"devices": 10},

@@ -21,15 +21,15 @@ import msgspec
 from script import parser_of
 
 from coordinator.relay.cli import RelaySettings, relaying
-from coordinator.service import CoordinatorSettings, serve
-from coordinator.store import Store
-from edge_agent.agent import Agent, Identity
-from edge_agent.worker import Worker
-from fedge.broker import LocalBroker
-from fedge.messages import Codec
-from fedge.task import TaskSpec
+from coordinator.service.service import CoordinatorSettings, serve
+from coordinator.store.store import Store
+from edge_agent.agent.loop import Agent, Identity
+from edge_agent.device.worker import Worker
+from fedge.commands.broker import LocalBroker
+from fedge.data.task import TaskSpec
 from fedge.tasks import DeviceData, Partitioning, partition, pool, share_data, write_task
-from fedge.transport import BrokerSettings
+from fedge.tensors.codecs import Codec
+from fedge.wire.transport import BrokerSettings
 
 SITES = ("north", "south")
 FEDERATION = "f"

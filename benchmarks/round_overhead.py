@@ -1,9 +1,9 @@
 """What a round costs apart from training: seconds, bytes, CPU and memory with agents that train nothing.
 
 Real processes on one machine: Mosquitto, the coordinator (`coordinator.service`, FedAvg) and agents
-(`edge_agent.agent.Agent`) whose worker answers at once with an update of the model's size, different in each round and
-on each agent. Models and updates travel as float32, so that the bytes are those of a plain federated average; fedge's
-default, int8 both ways, sends less than a quarter of them: --codec int8+zstd --down int8.
+(`edge_agent.agent.loop.Agent`) whose worker answers at once with an update of the model's size, different in each round
+and on each agent. Models and updates travel as float32, so that the bytes are those of a plain federated average;
+fedge's default, int8 both ways, sends less than a quarter of them: --codec int8+zstd --down int8.
 
     seconds   from the end of a round to the end of the next: orders, model down, updates up and checked, durable
               reports, average, durable model and state. Median; the first round, which connects, does not count
@@ -41,18 +41,20 @@ import numpy as np
 import psutil
 from script import cpu_s, finish, parser_of, peak_mb, show
 
-from edge_agent.worker import Finished
-from fedge.broker import LocalBroker
+from edge_agent.device.worker import Finished
+from fedge.commands.broker import LocalBroker
+from fedge.data.task import TaskSpec
 from fedge.errors import FruitlessError
-from fedge.messages import BlobRef, Codec, Order, Why
-from fedge.step import Action, Declined
-from fedge.steps.train import Train, Trained
-from fedge.task import TaskSpec
-from fedge.tensors import Tensors, digest_of, from_bytes
-from fedge.transport import BrokerSettings
+from fedge.steps.contract import Action, Declined
+from fedge.steps.training.train import Train, Trained
+from fedge.system.files import digest_of
+from fedge.tensors.codecs import Codec
+from fedge.tensors.layout import Tensors, from_bytes
+from fedge.wire.messages import BlobRef, Order, Why
+from fedge.wire.transport import BrokerSettings
 
 if TYPE_CHECKING:
-    from coordinator.methods import Down
+    from coordinator.methods.method import Down
 
 HIDDEN = {"1.6 MB": 5_333, "45 MB": 150_000}
 """Of an mlp with 64 inputs and 10 classes: 75 numbers of 4 bytes for each hidden unit."""
@@ -78,7 +80,7 @@ class Idle:
     def execute(
         self, order: Order, fetch: Callable[[BlobRef], bytes], *, stop: Callable[[], bool], action: Action
     ) -> Finished:
-        from fedge.codec import encode
+        from fedge.tensors.codecs import encode
 
         del stop
         if not isinstance(action, Train):
@@ -95,7 +97,7 @@ class Idle:
 
 
 async def run_agent(port: int, home: Path, model: str, device_id: str) -> dict[str, float]:
-    from edge_agent.agent import Agent, Identity
+    from edge_agent.agent.loop import Agent, Identity
 
     identity = Identity(device_id, FEDERATION, task_of(model), n_shared=1)
     agent = Agent(identity, BrokerSettings("127.0.0.1", port), home / device_id, lambda: Idle(device_id))
@@ -111,9 +113,9 @@ async def run_coordinator(
     port: int, home: Path, model: str, agents: int, rounds: int, ways: tuple[Codec, Down], others: dict[str, int]
 ) -> dict[str, Any]:
     """`ways`: up and down. `others`: the processes whose CPU time is looked at when a round ends, by name."""
-    from coordinator.service import CoordinatorSettings, serve
-    from coordinator.store import Store
-    from coordinator.watch import read_summary
+    from coordinator.service.service import CoordinatorSettings, serve
+    from coordinator.store.store import Store
+    from coordinator.watch.state import read_summary
 
     settings = CoordinatorSettings(
         broker=f"127.0.0.1:{port}",

@@ -26,22 +26,23 @@ from unittest.mock import patch
 import numpy as np
 from script import finish, parser_of, show
 
-from coordinator.fleet import Answer, order_for
+from coordinator.fleet.fleet import Answer, order_for
 from coordinator.fleet.masked import MaskedFleet
-from coordinator.fleet.simulated import SimulatedFleet
-from edge_agent.encoding import send_update
-from edge_agent.steps import train as training
-from edge_agent.worker import Worker
-from fedge import models
-from fedge.files import volatile
-from fedge.masking import Sums, _signed
-from fedge.messages import Codec, blobs_of, encode
-from fedge.sgd import Sgd
-from fedge.step import Action, Result, report_of
-from fedge.steps.train import Start, Train, Trained
-from fedge.task import TaskSpec
+from coordinator.fleet.simulated.fleet import SimulatedFleet
+from edge_agent.device.encoding import send_update
+from edge_agent.device.worker import Worker
+from edge_agent.steps.training import train as training
+from fedge.data.task import TaskSpec
+from fedge.models import network
+from fedge.privacy.masked_sums import Sums, _signed
+from fedge.steps.contract import Action, Result, report_of
+from fedge.steps.sgd import Sgd
+from fedge.steps.training.train import Start, Train, Trained
+from fedge.system.files import volatile
 from fedge.tasks import DeviceData
-from fedge.tensors import Model, unflatten
+from fedge.tensors.codecs import Codec
+from fedge.tensors.layout import Model, unflatten
+from fedge.wire.messages import blobs_of, encode
 
 
 def drawn(device: Any, action: Train) -> Result:
@@ -90,7 +91,7 @@ class Measured(SimulatedFleet):
 async def measure(n: int, hidden: int, dropped: float, home: Path) -> dict[str, Any]:
     shape = {"input_shape": (64,), "model": "mlp", "model_options": {"hidden": hidden}}
     task = TaskSpec(name="sums", classes=tuple("0123456789"), **shape)
-    layout, first = models.initial(task, 0)
+    layout, first = network.initial(task, 0)
     x = np.zeros((20, 64), np.float32)
     data = DeviceData(x, np.zeros(20, np.int64), np.zeros(20, bool), x[:0], np.zeros(0, np.int64))
     workers = {f"d{k:04d}": Worker(f"d{k:04d}", task, data, home / str(k)) for k in range(n)}

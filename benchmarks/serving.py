@@ -38,7 +38,7 @@ OUTPUTS = ("class", "probabilities")
 @contextmanager
 def serving(bundle: Path) -> Iterator[tuple[str, psutil.Process]]:
     """Address and process of a server."""
-    command = [sys.executable, "-m", "fedge.cli", "--log-level", "warning", "serve", f"model={bundle}"]
+    command = [sys.executable, "-m", "fedge", "--log-level", "warning", "serve", f"model={bundle}"]
     with subprocess.Popen([*command, "--port", "0", "--json"], stdout=subprocess.PIPE) as process:
         try:
             assert process.stdout is not None

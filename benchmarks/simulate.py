@@ -32,14 +32,14 @@ import psutil
 import torch
 from script import finish, machine
 
-from coordinator.fleet.simulated import SimulatedFleet
-from coordinator.methods import MethodSettings, make
+from coordinator.fleet.simulated.fleet import SimulatedFleet
+from coordinator.methods.method import MethodSettings, make
 from coordinator.simulation.rounds import run
-from edge_agent.worker import Worker
-from fedge import models
-from fedge.task import TaskSpec
+from edge_agent.device.worker import Worker
+from fedge.data.task import TaskSpec
+from fedge.models import network
 from fedge.tasks import DeviceData, Partitioning, Pool, partition, pool, share_data
-from fedge.tensors import unflatten
+from fedge.tensors.layout import unflatten
 
 
 def workers_of(task: TaskSpec, data: dict[str, DeviceData], home: Path) -> dict[str, Worker]:
@@ -71,7 +71,7 @@ def resampled(n_devices: int, n_each: int = 40, alpha: float = 0.5) -> tuple[Tas
 
 def scale_figures(args: argparse.Namespace, home: Path) -> dict[str, Any]:
     task, data = resampled(args.devices)
-    layout, first = models.initial(task, 0)
+    layout, first = network.initial(task, 0)
     fleet = SimulatedFleet(task, layout, workers_of(task, data, home), seed=0)
     method = make("fedge", MethodSettings(rounds=args.rounds, participation=args.participation))
     state = method.init(layout, fleet.put(unflatten(first, layout)))
@@ -124,7 +124,7 @@ def many_figures(args: argparse.Namespace, home: Path) -> dict[str, Any]:
         "engine": args.engine,
         "json": home / "run",
     }
-    command = [sys.executable, "-m", "fedge.cli", "simulate", *(f"--{name}={value}" for name, value in flags.items())]
+    command = [sys.executable, "-m", "fedge", "simulate", *(f"--{name}={value}" for name, value in flags.items())]
     began, peak = time.perf_counter(), 0
     run = psutil.Popen(command)
     while run.poll() is None:

@@ -27,36 +27,38 @@ PACKAGES = ("fedge", "edge_agent", "export", "coordinator", "deploy")
 LATER: dict[str, str] = {
     "Python interface, notebooks": "coordinator/simulation/{interface,sample_cli}.py fedge/tasks/own.py",
     "identity, certificates, signed messages": (
-        "coordinator/provision/* coordinator/members.py edge_agent/enrol_cli.py fedge/service.py fedge/notify.py "
+        "coordinator/provision/* coordinator/provision/members.py edge_agent/agent/enrol.py fedge/system/systemd.py fedge/system/notify.py "
         "fedge/{identity,sealed,kit,certificates,renewal,mosquitto}.py"
     ),
     "what may leave a device, and the record of it": "fedge/{egress,egress_cli,ledger}.py",
     "differential privacy": (
-        "*/steps/train_dp.py fedge/models/dp_sgd.py edge_agent/privacy_ledger.py coordinator/fleet/accounted.py"
+        "*/steps/train_dp.py fedge/models/dp_sgd.py edge_agent/privacy/dp_ledger.py coordinator/fleet/accounted.py"
     ),
     "masked sums": (
-        "*/steps/mask_*.py */steps/confirm_sum.py */steps/unmask.py */steps/train_masked.py edge_agent/masking.py "
+        "*/steps/mask_*.py */steps/confirm_sum.py */steps/unmask.py */steps/train_masked.py edge_agent/privacy/masking.py "
         "fedge/{masking,shamir,fixed_point}.py coordinator/fleet/masked.py"
     ),
     "hostile devices": (
-        "coordinator/protection.py coordinator/aggregation/{rules,guarded}.py coordinator/fleet/quarantine.py"
+        "coordinator/aggregation/protection.py coordinator/aggregation/{rules,guarded}.py coordinator/fleet/quarantine.py"
     ),
-    "hostile files and updates": "fedge/{npz,onnx_wire}.py coordinator/fleet/checking.py",
+    "hostile files and updates": "fedge/{npz,onnx_wire}.py coordinator/fleet/mqtt/checking.py",
     "relays": "coordinator/relay/* coordinator/fleet/{relayed,sites}.py",
-    "Ray, search for settings": "coordinator/ray.py coordinator/fleet/on_ray.py coordinator/simulation/tune*.py",
-    "several processes, PostgreSQL, buckets": ("coordinator/{roles,database,blobs}.py coordinator/fleet/uploads.py"),
-    "backup and restore": "coordinator/backup_cli.py",
+    "Ray, search for settings": "coordinator/fleet/simulated/ray.py coordinator/fleet/simulated/on_ray.py coordinator/simulation/tune*.py",
+    "several processes, PostgreSQL, buckets": (
+        "coordinator/{roles,database,blobs}.py coordinator/fleet/mqtt/uploads.py"
+    ),
+    "backup and restore": "coordinator/service/backup.py",
     "asynchronous rounds": "coordinator/methods/{fedbuff,asynchronous}.py",
     "models down as differences": "coordinator/fleet/versions.py",
     "frozen networks, adapters, tables, sets of images": (
-        "fedge/weights.py fedge/models/adapters.py fedge/{table,images}.py fedge/tasks/generated.py"
+        "fedge/models/weights.py fedge/models/adapters.py fedge/{table,images}.py fedge/tasks/generated.py"
     ),
     "the fleet's page, commands that say why, metrics": (
         "coordinator/ui/* coordinator/{watch,watch_cli,control,samples}.py coordinator/rollout/{overview,making}.py "
         "fedge/{https,openmetrics,retained,logs}.py deploy/{metrics,statistics}.py"
     ),
     "new, check, doctor, report, tracking": (
-        "fedge/{new,doctor}.py coordinator/{checks,checks_cli,runs,tracking}.py coordinator/simulation/report_cli.py"
+        "fedge/{new,doctor}.py coordinator/{checks,checks_cli,runs,tracking}.py coordinator/simulation/commands/report.py"
     ),
     "small agents, updates on the disk": "edge_agent/{workplace,room}.py",
 }

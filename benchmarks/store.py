@@ -22,9 +22,9 @@ from typing import Any
 
 from script import finish, parser_of, show
 
-from coordinator.fleet import Device
-from coordinator.store import RECALLED_ROUNDS, Store
-from fedge.messages import Context, Order, Outcome, Report
+from coordinator.store.records import Device
+from coordinator.store.store import RECALLED_ROUNDS, Store
+from fedge.wire.messages import Context, Order, Outcome, Report
 
 BODY = os.urandom(300)  # of an order or a report
 STATE = os.urandom(20_000)

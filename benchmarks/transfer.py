@@ -8,7 +8,7 @@ runs all cases one after the other, in an order drawn anew, so that a busy machi
     kept      the same, but the subscriber does what anybody must who keeps a model: write it to a new file, SHA-256,
               rename. What `down` could reach at best
     durable   the same with fsync of file and folder. What `up` could reach at best
-    down      coordinator -> agent: fedge.transfer from file to file, with Want, SHA-256 and rename
+    down      coordinator -> agent: fedge.wire.transfer from file to file, with Want, SHA-256 and rename
     up        agent -> coordinator: the same the other way, and durable, because an Ack follows
 
 The columns: MB/s (median and range), median of the ratios within a repetition, and the CPU time (ms/MB) of broker,
@@ -44,13 +44,13 @@ import paho.mqtt.client as paho
 from paho.mqtt.enums import CallbackAPIVersion, MQTTProtocolVersion
 from script import cpu_s, finish, parser_of, show
 
-from fedge.broker import LocalBroker
-from fedge.files import BlobFolder, sync
-from fedge.malloc import tune_malloc
-from fedge.messages import BlobRef, Want, decode
-from fedge.topics import Topics
-from fedge.transfer import Receiver, Sender
-from fedge.transport import LARGE_CHUNK, OUT_WINDOW, BrokerSettings, Transport
+from fedge.commands.broker import LocalBroker
+from fedge.system.files import BlobFolder, sync
+from fedge.system.malloc import tune_malloc
+from fedge.wire.messages import BlobRef, Want, decode
+from fedge.wire.topics import Topics
+from fedge.wire.transfer import Receiver, Sender
+from fedge.wire.transport import LARGE_CHUNK, OUT_WINDOW, BrokerSettings, Transport
 
 SIZES = {"1.6 MB": 1_607_104, "45 MB": 45_000_000}
 CASES = ("ceiling", "kept", "durable", "down", "up")

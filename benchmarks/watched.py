@@ -35,11 +35,11 @@ import aiohttp
 from load import TOPICS, Herd
 from script import cpu_s, finish, machine, parser_of, show
 
-from coordinator.checks import first_model
-from coordinator.store import Store
-from fedge.broker import LocalBroker, free_port
+from coordinator.service.checks import first_model
+from coordinator.store.store import Store
+from fedge.commands.broker import LocalBroker, free_port
 from fedge.tasks import task_spec
-from fedge.transport import BrokerSettings
+from fedge.wire.transport import BrokerSettings
 
 DUE_S = 0.4
 """page.js reads so long after news."""
@@ -108,7 +108,7 @@ class Pages:
 
 @contextlib.asynccontextmanager
 async def program(*words: object, **options: Any) -> AsyncIterator[asyncio.subprocess.Process]:
-    command = (sys.executable, "-m", "fedge.cli", "--log-level", "warning", *map(str, words))
+    command = (sys.executable, "-m", "fedge", "--log-level", "warning", *map(str, words))
     process = await asyncio.create_subprocess_exec(*command, **options)
     try:
         yield process

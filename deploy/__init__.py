@@ -1,5 +1,5 @@
 """Inference on the device, with numpy and ONNX Runtime only: `deploy.load(folder).predict(sample)`."""
 
-from deploy.runtime import Prediction, Runtime, load
+from deploy.inference.runtime import Prediction, Runtime, load
 
 __all__ = ["Prediction", "Runtime", "load"]

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedge.task import Preprocessing, TaskSpec
+from fedge.data.task import Preprocessing, TaskSpec
 from fedge.tasks import DeviceData
 
 WINDOW = 64  # readings per sample

@@ -24,11 +24,10 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import numpy as np
 
-from fedge.bundle import INPUT, LOGITS
+from fedge.data.task import INPUT, LOGITS, TaskSpec
 from fedge.errors import ConfigError, StoreError
-from fedge.files import cache_folder, write_atomically
-from fedge.loading import reason_of
-from fedge.task import TaskSpec
+from fedge.system.files import cache_folder, write_atomically
+from fedge.system.loading import reason_of
 
 if TYPE_CHECKING:
     import onnx
@@ -57,7 +56,7 @@ def branch(task: TaskSpec) -> onnx.ModelProto:
     """
     import onnx
 
-    from fedge.models import build
+    from fedge.models.network import build
 
     module = build(task).eval()
     key = _key(task, module)
@@ -125,7 +124,7 @@ def _read(file: Path) -> bytes | None:
 def _export(task: TaskSpec, module: torch.nn.Module) -> onnx.ModelProto:
     import torch
 
-    from fedge.models import aliases
+    from fedge.models.network import aliases
 
     tensors, other_names = _randomise(module), aliases(module)
     sample = torch.zeros(2, *task.input_shape)

@@ -18,7 +18,9 @@ from export import parity
 from export.graph import gate_tensors, single, skeleton
 from export.mixture import Mixture
 from export.pool import Pool, expected, pool_parts, pool_skeleton
-from fedge.bundle import (
+from fedge.bundle.energies import reference
+from fedge.bundle.formula import n_gate_features
+from fedge.bundle.manifest import (
     BRANCH,
     MANIFEST,
     OUTLIER_BELOW,
@@ -35,13 +37,11 @@ from fedge.bundle import (
     read,
     with_parts,
 )
-from fedge.energies import reference
+from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError, StoreError, failing_as
-from fedge.files import whole_folder, write_atomically
-from fedge.fusion import n_gate_features
-from fedge.messages import Role
-from fedge.task import TaskSpec
-from fedge.tensors import Layout, digest_of, to_bytes, unflatten
+from fedge.system.files import digest_of, whole_folder, write_atomically
+from fedge.tensors.layout import Layout, to_bytes, unflatten
+from fedge.wire.messages import Role
 
 
 def write_bundle(

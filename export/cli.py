@@ -12,10 +12,10 @@ import numpy as np
 from export import parity
 from export.bundle import packed
 from export.int8 import Int8Limits, Int8Report, quantise
-from fedge.bundle import MANIFEST, Bundle, look, read
+from fedge.bundle.manifest import MANIFEST, Bundle, look, read
+from fedge.data.validation import load_validation
 from fedge.errors import ConfigError, UpdateRejected
-from fedge.help import Command, Heading, json_lines, option
-from fedge.validation import load_validation
+from fedge.system.help import Command, Heading, json_lines, option
 
 
 @click.command(cls=Command)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from export.branch import OPSET
 from export.graph import Graph
-from fedge.bundle import INPUT
+from fedge.data.task import INPUT
 
 SHARES: Final = "p"
 POOLED: Final = 4

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from export.branch import IR_VERSION, branch
 from export.mixture import Mixture
-from fedge.bundle import INPUT, LOGITS, OUTPUTS, Bundle, slot
-from fedge.fusion import LOWEST, MIN_ENERGY_STD, log_weights
-from fedge.task import TaskSpec, gate_pool
-from fedge.tensors import Place, places_in
+from fedge.bundle.formula import LOWEST, MIN_ENERGY_STD, log_weights
+from fedge.bundle.manifest import OUTPUTS, Bundle, slot
+from fedge.data.task import INPUT, LOGITS, TaskSpec, gate_pool
+from fedge.tensors.layout import Place, places_in
 
 if TYPE_CHECKING:
     import onnx

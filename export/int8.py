@@ -29,13 +29,13 @@ from numpy.typing import NDArray
 from export.bundle import packed
 from export.graph import filled
 from export.parity import run
-from fedge.bundle import INPUT, INT8, MANIFEST, Bundle, Part, encode
+from fedge.bundle.manifest import INT8, MANIFEST, Bundle, Part, encode
+from fedge.data.task import INPUT
+from fedge.data.validation import Validation
 from fedge.errors import ConfigError, UpdateRejected
-from fedge.files import write_atomically
-from fedge.logs import at_level
-from fedge.messages import NonNegative, Share
-from fedge.tensors import digest_of
-from fedge.validation import Validation
+from fedge.system.files import digest_of, write_atomically
+from fedge.system.logs import at_level
+from fedge.wire.messages import NonNegative, Share
 
 if TYPE_CHECKING:
     import onnx
@@ -113,7 +113,7 @@ def _quantised(model: onnx.ModelProto, x: NDArray[np.float32], scratch: Path) ->
     """The graph with its networks' nodes in 8 bits, except those that compute the logits."""
     import onnx
 
-    from fedge.ort import onnxruntime
+    from fedge.bundle.runtime import onnxruntime
 
     # isort: split
     from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static  # noqa: TID251
@@ -211,7 +211,7 @@ def _checked(bundle: Bundle, graph: bytes, validation: Validation, limits: Int8L
 
 def _latencies_ms(graphs: tuple[bytes, ...], folder: Path, x: NDArray[np.float32]) -> list[float]:
     """Median latencies of single samples for each graph, measured in turns."""
-    from fedge.ort import session_of
+    from fedge.bundle.runtime import session_of
 
     sessions = [session_of(graph, folder) for graph in graphs]
     taken: list[list[float]] = [[] for _ in graphs]

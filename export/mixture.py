@@ -8,9 +8,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from fedge.fusion import ENERGY_CLIP, n_gate_features
-from fedge.messages import Role
-from fedge.tensors import Model
+from fedge.bundle.formula import ENERGY_CLIP, n_gate_features
+from fedge.tensors.layout import Model
+from fedge.wire.messages import Role
 
 GATE_HIDDEN: Final = 16
 """Hidden units of the gate (scmoe_pfl.md 11.1)."""

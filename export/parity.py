@@ -1,4 +1,4 @@
-"""Checks that ONNX Runtime predicts the same as torch with the formula of `fedge.fusion` in float64."""
+"""Checks that ONNX Runtime predicts the same as torch with the formula of `fedge.bundle.formula` in float64."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from numpy.typing import NDArray
 
 from export.graph import gate_tensors
 from export.mixture import Mixture
-from fedge.bundle import INPUT
+from fedge.bundle.formula import Array, Floats, Formula, fuse, gate_scores, prepared
+from fedge.data.task import INPUT, TaskSpec
 from fedge.errors import UpdateRejected
-from fedge.fusion import Array, Floats, Formula, fuse, gate_scores, prepared
-from fedge.task import TaskSpec
-from fedge.tensors import Layout, Model
+from fedge.tensors.layout import Layout, Model
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +38,7 @@ def leaning(module: torch.nn.Module, lean: float) -> AbstractContextManager[None
     """Routers inside a network (submodules named `router`) favour later routes (1) or earlier ones (-1) by rounding."""
     import torch
 
-    from fedge.models import listening
+    from fedge.models.network import listening
 
     def favour(_module: torch.nn.Module, _inputs: object, scores: torch.Tensor) -> torch.Tensor:
         return scores + lean * LEVEL * (1 + scores.abs().amax(-1, keepdim=True)) * torch.arange(scores.shape[-1])
@@ -54,7 +53,7 @@ def logits_of(
     """Logits of each model by torch, (M, n, C). `lean`: see `leaning`."""
     import torch
 
-    from fedge.models import build, load
+    from fedge.models.network import build, load
 
     module = build(task).eval()
     logits = []
@@ -71,7 +70,7 @@ def features_of(
     """Features (n, D) and logits (n, C) of a model by torch. `lean`: see `leaning`."""
     import torch
 
-    from fedge.models import build, features_and_logits, load
+    from fedge.models.network import build, features_and_logits, load
 
     module = build(task).eval()
     load(module, model, layout)
@@ -113,7 +112,7 @@ def favour(weights: Floats, scores: Floats) -> Array:
 
 def run(graph: bytes, folder: Path, x: NDArray[np.float32]) -> list[NDArray[np.float32]]:
     """The graph's outputs by ONNX Runtime; its parts lie in `folder`."""
-    from fedge.ort import session_of
+    from fedge.bundle.runtime import session_of
 
     outputs: list[NDArray[np.float32]] = session_of(graph, folder).run(None, {INPUT: x})
     return outputs

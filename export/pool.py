@@ -25,11 +25,11 @@ from numpy.typing import NDArray
 from export.branch import branch
 from export.graph import Graph
 from export.parity import favour, features_of, logits_of
-from fedge.bundle import INPUT, LOGITS, OUTPUTS
+from fedge.bundle.formula import LOWEST, Array, softmax
+from fedge.bundle.manifest import OUTPUTS
+from fedge.data.task import INPUT, LOGITS, TaskSpec
 from fedge.errors import ConfigError
-from fedge.fusion import LOWEST, Array, softmax
-from fedge.task import TaskSpec
-from fedge.tensors import HEAD, Layout, Model, Tensors, to_bytes, unflatten
+from fedge.tensors.layout import HEAD, Layout, Model, Tensors, to_bytes, unflatten
 
 SLOPE: Final = 0.01
 """Of the gate's LeakyReLU, section 5."""

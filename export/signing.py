@@ -21,13 +21,12 @@ from securesystemslib.signer import CryptoSigner, SSlibKey
 from tuf.api.exceptions import RepositoryError
 from tuf.api.metadata import Metadata, MetaFile, Root, Snapshot, TargetFile, Targets, Timestamp
 
-from fedge.bundle import MANIFEST, read
-from fedge.bundle import encode as encode_manifest
+from fedge.bundle.manifest import MANIFEST, read
+from fedge.bundle.manifest import encode as encode_manifest
 from fedge.errors import ConfigError, StoreError, failing_as
-from fedge.files import BlobFolder, write_atomically
-from fedge.messages import MAX_ROOTS, Announcement, Rollout, encode
-from fedge.rollout import signed_bytes
-from fedge.tensors import digest_of
+from fedge.system.files import BlobFolder, digest_of, write_atomically
+from fedge.wire.messages import MAX_ROOTS, Announcement, Rollout, encode
+from fedge.wire.rollout import signed_bytes
 
 ROLES: Final = (Root.type, Targets.type, Snapshot.type, Timestamp.type)
 LIFETIMES: Final = {
@@ -160,7 +159,7 @@ class Repository:
         return (self._folder / "metadata" / "1.root.json").read_bytes()
 
     def files(self, target: str) -> dict[str, Path]:
-        """What a device needs to trust a target: metadata and manifest under the names used by `deploy.trust`.
+        """What a device needs to trust a target: metadata and manifest under the names used by `deploy.updates.trust`.
 
         Raises:
             ConfigError: there is no such target.

@@ -37,7 +37,7 @@ def __getattr__(name: str) -> Any:
     if name not in _INTERFACE:
         raise AttributeError(f"module 'fedge' has no attribute {name!r}")
     module, extra = _INTERFACE[name]
-    from fedge.loading import load_role
+    from fedge.system.loading import load_role
 
     return getattr(load_role(module, f"fedge.{name}", extra), name)
 

@@ -20,7 +20,7 @@ import hypothesis
 import psutil
 import pytest
 
-from fedge.broker import LocalBroker, mosquitto_path
+from fedge.commands.broker import LocalBroker, mosquitto_path
 from tests.deploy.faults import forced, free_disk, not_installed, python_at
 from tests.support.broker import BROKERS, local_broker
 from tests.support.bucket import new_bucket, s3
@@ -72,7 +72,7 @@ async def broker(
 ) -> AsyncIterator[LocalBroker]:
     """A fresh broker on a free port, once as Mosquitto (MQTT 5) and once as amqtt (3.1.1); tests may kill it."""
     if request.param == "amqtt":  # it never answers MQTT 5: no need to wait long for that in each test
-        monkeypatch.setattr("fedge.transport.SILENCE_S", 0.3)
+        monkeypatch.setattr("fedge.wire.transport.SILENCE_S", 0.3)
     async with local_broker(request.param, tmp_path) as running:
         yield running
 
@@ -161,13 +161,13 @@ def sensors(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 @pytest.fixture
 def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Data that are read may take next to no memory."""
-    monkeypatch.setattr("fedge.npz.MEMORY_SHARE", 1e-9)
+    monkeypatch.setattr("fedge.data.npz.MEMORY_SHARE", 1e-9)
 
 
 @pytest.fixture
 def no_back_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever loses the broker tries it again at once."""
-    monkeypatch.setattr("fedge.transport.BACKOFF_BASE_S", 0.0)
+    monkeypatch.setattr("fedge.wire.transport.BACKOFF_BASE_S", 0.0)
 
 
 @pytest.fixture

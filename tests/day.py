@@ -22,12 +22,12 @@ import numpy as np
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 
-from coordinator.fleet.orders import OrderStatus
-from coordinator.store import Store
-from fedge.broker import LocalBroker
+from coordinator.store.records import OrderStatus
+from coordinator.store.store import Store
+from fedge.commands.broker import LocalBroker
+from fedge.data.validation import Validation
 from fedge.tasks import write_task
-from fedge.topics import Topics
-from fedge.validation import Validation
+from fedge.wire.topics import Topics
 from tests.homes.make import HOMES, TASK
 from tests.support.broker import local_broker, transport
 from tests.support.browser import chromium

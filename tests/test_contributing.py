@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from coordinator.methods import MethodSettings, make
-from coordinator.proof import proven
-from coordinator.protection import Protection
-from coordinator.simulation.cli import simulate
+from coordinator.aggregation.protection import Protection
+from coordinator.methods.method import MethodSettings, make
+from coordinator.service.proof import proven
+from coordinator.simulation.commands.simulate import simulate
 from fedge.errors import ConfigError
-from fedge.sgd import Sgd
+from fedge.steps.sgd import Sgd
 from tests.support.simulation import digits
 
 TEXT = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text()

@@ -13,9 +13,9 @@ import pytest
 from msgspec import Struct
 
 import fedge.errors
-from coordinator.options import check, method_and_options, parsed
-from fedge.messages import BlobRef, Capabilities, Context, Health, Message, Outcome, Quality, Report, Status, Want
-from fedge.step import Result, installed_steps
+from coordinator.methods.options import check, method_and_options, parsed
+from fedge.steps.contract import Result, installed_steps
+from fedge.wire.messages import BlobRef, Capabilities, Context, Health, Message, Outcome, Quality, Report, Status, Want
 from tests.support import method_reference, step_reference
 from tests.support.cli_reference import commands, reference
 

@@ -14,17 +14,17 @@ import numpy as np
 import pytest
 
 import deploy
-from coordinator.fleet.orders import OrderStatus
-from coordinator.methods import load
-from coordinator.methods.fedavg import FedAvgState
-from coordinator.store import Store
-from edge_agent.outbox import Outbox
-from fedge.broker import LocalBroker
+from coordinator.methods.baselines.fedavg import FedAvgState
+from coordinator.methods.method import load
+from coordinator.store.records import OrderStatus
+from coordinator.store.store import Store
+from edge_agent.agent.outbox import Outbox
+from fedge.commands.broker import LocalBroker
 from fedge.errors import ConfigError, StoreError
-from fedge.files import highest_release
-from fedge.messages import BlobRef, blobs_of
-from fedge.step import installed_steps, read_action
-from fedge.steps.train import Train
+from fedge.steps.contract import installed_steps, read_action
+from fedge.steps.training.train import Train
+from fedge.system.files import highest_release
+from fedge.wire.messages import BlobRef, blobs_of
 from tests.deploy.serve_process import process
 from tests.deploy.serving import body
 from tests.homes.make import DEVICES, prepare, started

@@ -12,17 +12,17 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("fedge", "edge_agent", "coordinator", "export", "deploy")
 
 WITHOUT_TESTS_OF_THEIR_OWN = {
-    "coordinator/control.py": "tests/coordinator/test_watch.py",
-    "coordinator/watch_cli.py": "tests/coordinator/test_watch.py",
-    "coordinator/ui/metrics.py": "tests/coordinator/ui/test_init.py",
-    "edge_agent/settings.py": "tests/edge_agent/test_cli.py",
-    "fedge/tls.py": "tests/deploy/test_serve_cli.py",
-    "coordinator/simulation/rounds.py": "tests/coordinator/fleet/test_simulated.py",
-    "coordinator/database.py": "tests/coordinator/test_store.py",
-    "coordinator/provision/renewals.py": "tests/fedge/test_renewal.py",
-    "deploy/metrics.py": "tests/deploy/test_server.py",
+    "coordinator/store/requests.py": "tests/coordinator/watch/test_state.py",
+    "coordinator/page/cli.py": "tests/coordinator/watch/test_state.py",
+    "coordinator/page/metrics.py": "tests/coordinator/page/test_server.py",
+    "edge_agent/agent/settings.py": "tests/edge_agent/agent/test_cli.py",
+    "fedge/identity/tls.py": "tests/deploy/commands/test_serve.py",
+    "coordinator/simulation/rounds.py": "tests/coordinator/fleet/simulated/test_fleet.py",
+    "coordinator/store/database.py": "tests/coordinator/store/test_store.py",
+    "coordinator/provision/renewals.py": "tests/fedge/membership/test_renewal.py",
+    "deploy/serving/metrics.py": "tests/deploy/serving/test_server.py",
     "export/mixture.py": "tests/export/test_graph.py",
-    "fedge/stopping.py": "tests/edge_agent/test_worker.py",
+    "fedge/system/stopping.py": "tests/edge_agent/device/test_worker.py",
 }
 """Module -> the test that covers it. Short modules that others' tests run whole."""
 

@@ -32,10 +32,10 @@ from table import Runs, beyond, chosen, claim, measure, over_seeds, parser_of, s
 from torch import nn
 
 from coordinator.aggregation.correction import Vector, mean_direction
-from coordinator.methods.cfic import Cfic
-from coordinator.simulation.outcome import RunOutcome
-from fedge.task import TaskSpec
-from fedge.tensors import Layout
+from coordinator.methods.papers.cfic import Cfic
+from coordinator.simulation.reports.outcome import RunOutcome
+from fedge.data.task import TaskSpec
+from fedge.tensors.layout import Layout
 
 LAST = 5  # rounds that the final accuracy is the mean of
 NOISE = 0.01  # differences below it mean nothing (section 8)

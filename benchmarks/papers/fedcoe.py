@@ -52,23 +52,23 @@ from numpy.typing import NDArray
 
 from benchmarks.papers.global_model import predict
 from coordinator.aggregation import correlation
-from coordinator.fleet import Answer
-from coordinator.fleet.simulated import SimulatedFleet
-from coordinator.methods import MethodSettings, Server, make
-from coordinator.methods.fedcoe import FedCoE, FedCoEState, Preset
-from coordinator.protection import Protection
-from coordinator.server_data import ServerData
+from coordinator.aggregation.protection import Protection
+from coordinator.fleet.fleet import Answer
+from coordinator.fleet.simulated.fleet import SimulatedFleet
+from coordinator.methods.method import MethodSettings, Server, make
+from coordinator.methods.papers.fedcoe import FedCoE, FedCoEState, Preset
+from coordinator.methods.server.learning import ServerData
 from coordinator.simulation.rounds import run as run_rounds
-from edge_agent.worker import Worker
-from fedge.messages import Codec
-from fedge.models import initial
+from edge_agent.device.worker import Worker
+from fedge.data.task import Preprocessing, TaskSpec
+from fedge.models.network import initial
 from fedge.models.training import Network, Trainer, torch_device
-from fedge.processor import Processor
-from fedge.sgd import Sgd
-from fedge.steps.train import Train, Trained
-from fedge.task import Preprocessing, TaskSpec
+from fedge.steps.sgd import Sgd
+from fedge.steps.training.train import Train, Trained
+from fedge.system.processor import Processor
 from fedge.tasks import DeviceData, pool
-from fedge.tensors import Layout, Model, Tensors, unflatten
+from fedge.tensors.codecs import Codec
+from fedge.tensors.layout import Layout, Model, Tensors, unflatten
 
 sys.path.append(str(Path(__file__).parent.parent))
 from default_method import cifar

@@ -44,27 +44,27 @@ from batch_search import greedy_batch
 from sklearn.metrics import adjusted_rand_score
 from table import add_metrics, compared, finish, measured, plain_parser, say, write
 
+from coordinator.aggregation.protection import Protection
 from coordinator.clustering import aidc
 from coordinator.clustering.rivals import agglomerative, kmeans
-from coordinator.extractor_training import trained
-from coordinator.fleet.devices import Hardware
-from coordinator.fleet.simulated import SimulatedFleet
-from coordinator.methods import MethodSettings, State, make
-from coordinator.methods.fedepc import FedEpc, FedEpcState
-from coordinator.methods.grouping import Description
-from coordinator.protection import Protection
+from coordinator.fleet.simulated.devices import Hardware
+from coordinator.fleet.simulated.fleet import SimulatedFleet
+from coordinator.methods.method import MethodSettings, State, make
+from coordinator.methods.papers.fedepc import FedEpc, FedEpcState
+from coordinator.methods.parts.grouping import Description
+from coordinator.methods.server.extractor_training import trained
 from coordinator.selection import ccmab
 from coordinator.simulation.rounds import run as run_rounds
-from edge_agent.sparsity import sparsity_profile
-from edge_agent.worker import Worker
-from fedge.messages import Codec
-from fedge.models import initial
+from edge_agent.device.worker import Worker
+from edge_agent.learning.profile import sparsity_profile
+from fedge.data.task import TaskSpec
+from fedge.models.network import initial
 from fedge.models.training import Network
-from fedge.processor import Processor
-from fedge.sgd import Sgd
-from fedge.task import TaskSpec
+from fedge.steps.sgd import Sgd
+from fedge.system.processor import Processor
 from fedge.tasks import DeviceData, Partitioning, partition, pool
-from fedge.tensors import unflatten
+from fedge.tensors.codecs import Codec
+from fedge.tensors.layout import unflatten
 
 N_SERVER_DATA, TEST_SHARE, N_DEVICES, CLASSES = 200, 0.2, 40, 10
 EPOCHS, BATCH, FEWEST = 5, 16, 5

@@ -26,7 +26,7 @@ from sklearn.metrics import adjusted_rand_score
 from table import beyond, chosen, claim, compared, parser_of, show, write
 
 from coordinator.simulation.compare import Comparison, MethodOutcome
-from coordinator.simulation.outcome import RunOutcome
+from coordinator.simulation.reports.outcome import RunOutcome
 
 METHODS = {
     "local": "local",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from coordinator.fleet import Fleet
-from coordinator.methods.fedcoe import FedCoE, FedCoEState
+from coordinator.fleet.fleet import Fleet
+from coordinator.methods.papers.fedcoe import FedCoE, FedCoEState
 
 
 def predict(method: FedCoE, state: FedCoEState, fleet: Fleet, x: np.ndarray) -> np.ndarray:

@@ -32,8 +32,8 @@ from typing import Any
 import numpy as np
 from table import Runs, chosen, claim, measure, over_seeds, parser_of, show, write
 
-from coordinator.methods.pm_moe import PmMoe
-from coordinator.simulation.outcome import RunOutcome
+from coordinator.methods.papers.pm_moe import PmMoe
+from coordinator.simulation.reports.outcome import RunOutcome
 
 BASES = ("fedper", "fedrep", "lg-fedavg", "fedrod", "dbe")
 OTHERS = ("fedavg", "fedavg+ft")  # without a private part: their accuracy alone

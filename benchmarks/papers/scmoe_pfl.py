@@ -52,11 +52,11 @@ from torch import nn
 from benchmarks.default_method import ablated
 from benchmarks.steps.ablated_mixture import FitAblatedMixture
 from coordinator.clustering import mctc
-from coordinator.methods.scmoe_pfl import Parameters, ScmoePfl, ScmoeState
-from coordinator.simulation.outcome import RunOutcome
-from fedge.steps.fit_mixture import FitMixture
-from fedge.task import TaskSpec
-from fedge.tensors import Floats
+from coordinator.methods.papers.scmoe_pfl import Parameters, ScmoePfl, ScmoeState
+from coordinator.simulation.reports.outcome import RunOutcome
+from fedge.data.task import TaskSpec
+from fedge.steps.mixture.fit_mixture import FitMixture
+from fedge.tensors.layout import Floats
 
 PRINTED = "scmoe-pfl:preset=paper"
 

@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.simulation.compare import Comparison, MethodOutcome, Spread, compare
-from coordinator.simulation.outcome import RunOutcome
+from coordinator.simulation.reports.outcome import RunOutcome
 from coordinator.simulation.settings import CompareSettings
-from fedge.messages import Codec
-from fedge.processor import Processor
+from fedge.system.processor import Processor
+from fedge.tensors.codecs import Codec
 
 sys.path.append(str(Path(__file__).parents[1]))
 from default_method import source_of

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
 
-from coordinator.methods.personal_layers import PersonalLayers, PersonalState
-from fedge.steps.train import Train
-from fedge.tensors import HEAD, Layout, Model, Selector, TensorInfo, Tensors
+from coordinator.methods.baselines.personal_layers import PersonalLayers, PersonalState
+from fedge.steps.training.train import Train
+from fedge.tensors.layout import HEAD, Layout, Model, Selector, TensorInfo, Tensors
 
 if TYPE_CHECKING:
-    from edge_agent.device import Device
-    from fedge.step import Result
+    from edge_agent.device.device import Device
+    from fedge.steps.contract import Result
 
 OWN, MIX = "own", "mix"
 SHARE, RATE, SPREAD, LAST, MOST = 0.8, 1.0, 0.1, 10, 100
@@ -55,7 +55,7 @@ class FedAla(PersonalLayers[PersonalState]):
 
 def run(device: Device, action: TrainAla) -> Result:
     """The device half, in the frame that all training steps share."""
-    from edge_agent.steps import train
+    from edge_agent.steps.training import train
 
     return train.train(device, action, lambda w, mine: learn(device, action, w, mine))
 

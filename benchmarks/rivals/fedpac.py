@@ -26,21 +26,21 @@ from msgspec import Meta, Struct
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
-from coordinator.methods import Method, round_done
-from coordinator.methods.averaging import average
-from coordinator.methods.cohort import NO_CLUSTERS, SELECTIONS, train_cohort
-from coordinator.methods.fedavg import FedAvgState
-from coordinator.promises import SHARED
-from fedge.messages import BlobRef
-from fedge.step import Declined, Result, Reveals
-from fedge.steps.train import Start, Train, Trained
-from fedge.tensors import BASE, HEAD, Layout, Model, TensorInfo, unflatten
+from coordinator.methods.baselines.fedavg import FedAvgState
+from coordinator.methods.method import Method, round_done
+from coordinator.methods.parts.averaging import average
+from coordinator.methods.parts.cohort import NO_CLUSTERS, SELECTIONS, train_cohort
+from coordinator.methods.promises import SHARED
+from fedge.steps.contract import Declined, Result, Reveals
+from fedge.steps.training.train import Start, Train, Trained
+from fedge.tensors.layout import BASE, HEAD, Layout, Model, TensorInfo, unflatten
+from fedge.wire.messages import BlobRef
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from coordinator.fleet import Fleet
-    from edge_agent.device import Device
+    from coordinator.fleet.fleet import Fleet
+    from edge_agent.device.device import Device
 
 Array = NDArray[np.float64]
 
@@ -166,11 +166,12 @@ def run(device: Device, action: TrainPac) -> Result:
     """The device half: the head alone, the base alone, and what the server is told."""
     import torch
 
-    from edge_agent.evaluation import Look
-    from edge_agent.steps.train import report
-    from fedge import codec, models
-    from fedge.messages import Codec
+    from edge_agent.learning.evaluation import Look
+    from edge_agent.steps.training.train import report
+    from fedge.models import network as models
     from fedge.models.training import Trainer, cross_entropy
+    from fedge.tensors import codecs as codec
+    from fedge.tensors.codecs import Codec
 
     if not device.data.n_shared:
         return Declined()

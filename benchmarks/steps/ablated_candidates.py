@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from edge_agent.steps import fit_candidates
-from fedge.steps.fit_candidates import CandidatesFitted, FitCandidates
+from edge_agent.steps.mixture import fit_candidates
+from fedge.steps.mixture.fit_candidates import CandidatesFitted, FitCandidates
 
 if TYPE_CHECKING:
-    from edge_agent.device import Device
+    from edge_agent.device.device import Device
 
 
 class FitAblatedCandidates(FitCandidates, frozen=True, kw_only=True):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from edge_agent.steps import fit_gate
-from fedge.steps.fit_gate import FitGate
-from fedge.steps.install import Installed
+from edge_agent.steps.mixture import fit_gate
+from fedge.steps.mixture.fit_gate import FitGate
+from fedge.steps.mixture.install import Installed
 
 if TYPE_CHECKING:
-    from edge_agent.device import Device
+    from edge_agent.device.device import Device
 
 
 class FitAblatedGate(FitGate, frozen=True, kw_only=True):

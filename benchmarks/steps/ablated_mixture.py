@@ -6,18 +6,18 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 
-from edge_agent import gate, private_model
-from edge_agent.steps import fit_mixture
+from edge_agent.learning import gate, private_model
+from edge_agent.steps.mixture import fit_mixture
 from export import GateWeights
-from fedge.messages import Role
-from fedge.steps.fit_mixture import FitMixture
-from fedge.steps.install import Installed
+from fedge.steps.mixture.fit_mixture import FitMixture
+from fedge.steps.mixture.install import Installed
+from fedge.wire.messages import Role
 
 if TYPE_CHECKING:
-    from edge_agent.device import Device
-    from edge_agent.private_model import Samples
+    from edge_agent.device.device import Device
+    from edge_agent.learning.private_model import Samples
     from fedge.tasks import DeviceData
-    from fedge.tensors import Model
+    from fedge.tensors.layout import Model
 
 Learns = Literal["validation", "training", "training+validation", "untrained", "uniform"]
 """What the gate learns from; untrained: nothing, the energies decide; uniform: nor they, all count the same."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fedge.tensors import Floats
+from fedge.tensors.layout import Floats
 
 STILL = 1e-12
 """A cluster that moved no further than this has no direction."""

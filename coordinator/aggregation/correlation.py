@@ -15,8 +15,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from fedge.fusion import softmax
-from fedge.tensors import Model
+from fedge.bundle.formula import softmax
+from fedge.tensors.layout import Model
 
 Array = NDArray[np.float64]
 Indices = tuple[int, ...]

@@ -12,9 +12,9 @@ import numpy as np
 
 from coordinator.aggregation import rules
 from coordinator.aggregation.mean import Average, Share, Shares, cluster_averages
-from coordinator.protection import SUMMABLE, Protection
-from fedge.codec import Norms
-from fedge.tensors import Layout, Model
+from coordinator.aggregation.protection import SUMMABLE, Protection
+from fedge.tensors.codecs import Norms
+from fedge.tensors.layout import Layout, Model
 
 
 def guarded_averages(

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.aggregation.mean import BLOCK
-from fedge.tensors import Floats
+from fedge.tensors.layout import Floats
 
 FACTOR: Final = 2.0
 """Times the median of a cluster: no device weighs more in an average, and none moves it farther. It rarely acts where

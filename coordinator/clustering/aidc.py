@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.aggregation.rules import bounded
-from fedge.divergence import divergence
+from fedge.steps.divergence import divergence
 
 Vectors = NDArray[np.float64]
 Clusters = tuple[tuple[int, ...], ...]

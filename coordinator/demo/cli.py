@@ -10,11 +10,11 @@ import click
 import msgspec
 from rich.console import Console
 
-from coordinator import runs
-from coordinator.options import STDOUT, check, json_option, method_and_options, method_options, resolve_options
+from coordinator.methods.options import STDOUT, check, json_option, method_and_options, method_options, resolve_options
 from coordinator.simulation.settings import DemoSettings
-from fedge.config import resolve, settings_options
-from fedge.help import Command
+from coordinator.watch import runs
+from fedge.settings import resolve, settings_options
+from fedge.system.help import Command
 from fedge.tasks.partition import check_partitioning
 
 
@@ -48,8 +48,8 @@ def demo(config: Path | None, options: tuple[str, ...], json_file: Path | None, 
     check(name, own)
     check_partitioning(settings)
     from coordinator.demo.run import run  # what it needs is missed at once
-    from coordinator.simulation.outcome import megabytes
-    from coordinator.simulation.report import of_demo, show, write_results
+    from coordinator.simulation.reports.outcome import megabytes
+    from coordinator.simulation.reports.report import of_demo, show, write_results
 
     folder = runs.new_folder(settings.out, "demo").absolute()
     settings = msgspec.structs.replace(settings, out=folder, method=name)

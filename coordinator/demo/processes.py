@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
-from fedge.child import command, environment, tethered
 from fedge.errors import FedgeError, FruitlessError
+from fedge.system.child import command, environment, tethered
 
 GRACE_S: Final = 10.0
 """Time for a child to end after SIGTERM; then it is killed."""
@@ -80,7 +80,7 @@ class Children:
         output, log = self._logs / f"{name}.out", self._logs / f"{name}.log"
         with output.open("wb") as stdout, log.open("wb") as stderr:
             process = subprocess.Popen(
-                tethered(*command("fedge.cli", *arguments)),
+                tethered(*command("fedge", *arguments)),
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,

@@ -18,35 +18,44 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.cli import Progress
 from coordinator.demo.processes import Child, Children, ProcessError, tail
-from coordinator.fleet import Fleet
-from coordinator.fleet.simulated import SimulatedFleet
-from coordinator.methods import DEFAULT, Method, MethodSettings, ModelState, Option, make, method_class, steps_alone
-from coordinator.methods.local import Local, learn_alone
-from coordinator.selection import cohort_size
+from coordinator.fleet.fleet import Fleet
+from coordinator.fleet.simulated.fleet import SimulatedFleet
+from coordinator.methods.baselines.local import Local, learn_alone
+from coordinator.methods.method import (
+    DEFAULT,
+    Method,
+    MethodSettings,
+    ModelState,
+    Option,
+    make,
+    method_class,
+    steps_alone,
+)
+from coordinator.selection.select import cohort_size
+from coordinator.service.cli import Progress
 from coordinator.simulation.compare import Comparison, Demonstration, compare_runs
 from coordinator.simulation.evaluation import epsilon_spent
 from coordinator.simulation.federation import Federation, require_summable
 from coordinator.simulation.interface import one_thread
-from coordinator.simulation.outcome import DeviceOutcome, Point, RunOutcome, outcome_of, score
+from coordinator.simulation.reports.outcome import DeviceOutcome, Point, RunOutcome, outcome_of, score
 from coordinator.simulation.run import Watch, run_on
 from coordinator.simulation.settings import DemoSettings, Scenario, Setup
-from coordinator.watch import count_devices
-from fedge.broker import LocalBroker
-from fedge.bundle import Part, PoolInfo, look
-from fedge.egress import FILE as EGRESS
+from coordinator.watch.state import count_devices
+from fedge.bundle.manifest import Part, PoolInfo, look
+from fedge.commands.broker import LocalBroker
+from fedge.data.preprocessing import apply
 from fedge.errors import ConfigError, FruitlessError, TransportError, failing_as
-from fedge.files import write_atomically
-from fedge.messages import Role
-from fedge.models import initial
+from fedge.models.network import initial
 from fedge.models.training import Network
-from fedge.preprocess import apply
-from fedge.route import parse_address
-from fedge.streams import connection
+from fedge.privacy.egress import FILE as EGRESS
+from fedge.system.files import write_atomically
 from fedge.tasks import Partitioning, partition, write_share, write_task
 from fedge.tasks.partition import samples_of
-from fedge.tensors import HEAD, Layout, Model, Tensors, flatten, from_bytes
+from fedge.tensors.layout import HEAD, Layout, Model, Tensors, flatten, from_bytes
+from fedge.wire.messages import Role
+from fedge.wire.route import parse_address
+from fedge.wire.streams import connection
 
 POLL_S: Final = 0.2
 REACH_S: Final = 10.0

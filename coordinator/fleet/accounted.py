@@ -10,13 +10,13 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 
 import msgspec
 
-from coordinator.fleet import Answer, Fleet, Seen
-from coordinator.protection import without_noise
+from coordinator.aggregation.protection import without_noise
+from coordinator.fleet.fleet import Answer, Fleet, Seen
 from fedge.errors import ConfigError
-from fedge.step import Action, unaccounted
-from fedge.steps.install import Served
-from fedge.steps.train import Train
-from fedge.steps.train_dp import Privacy, TrainDp
+from fedge.steps.contract import Action, unaccounted
+from fedge.steps.mixture.install import Served
+from fedge.steps.training.train import Train
+from fedge.steps.training.train_dp import Privacy, TrainDp
 
 
 def accounted(action: Action, privacy: Privacy) -> Action:

@@ -1,9 +1,9 @@
 """A fleet that trains under masks: a method sees the mean of each of its groups, and no single update.
 
-Orders of `train` become five steps (`fedge.masking` has the protocol): keys, shares, masked training, confirmation of
-the sum, unmasking. The results look like answers to `train`: each device in a sum has the group's mean as its update. A
-weighted mean of equal updates is that update, so a method whose server needs only sums works unchanged. A group
-consists of the devices whose orders start from one cluster.
+Orders of `train` become five steps (`fedge.privacy.masked_sums` has the protocol): keys, shares, masked training,
+confirmation of the sum, unmasking. The results look like answers to `train`: each device in a sum has the group's mean
+as its update. A weighted mean of equal updates is that update, so a method whose server needs only sums works
+unchanged. A group consists of the devices whose orders start from one cluster.
 
 Effect of dropping out at each step:
 
@@ -30,10 +30,9 @@ from typing import Literal, TypeVar
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
-from coordinator.fleet import Answer, Fleet, Seen
-from fedge import fixed_point
+from coordinator.fleet.fleet import Answer, Fleet, Seen
 from fedge.errors import ConfigError, failing_as
-from fedge.masking import (
+from fedge.privacy.masked_sums import (
     Roster,
     Sums,
     add_pair_mask,
@@ -45,16 +44,17 @@ from fedge.masking import (
     write_roster,
     write_signatures,
 )
-from fedge.messages import BlobRef, Why
-from fedge.shamir import combine
-from fedge.step import Action, Declined, Refusal, Result
-from fedge.steps.confirm_sum import ConfirmSum, SumConfirmed
-from fedge.steps.mask_keys import KeysMade, MaskKeys
-from fedge.steps.mask_shares import MaskShares, SharesMade
-from fedge.steps.train import Train, Trained
-from fedge.steps.train_masked import TrainedMasked, TrainMasked, alike
-from fedge.steps.unmask import Unmask, Unmasked
-from fedge.tensors import Layout, Model
+from fedge.privacy.shares import combine
+from fedge.steps.contract import Action, Declined, Refusal, Result
+from fedge.steps.masked.confirm_sum import ConfirmSum, SumConfirmed
+from fedge.steps.masked.mask_keys import KeysMade, MaskKeys
+from fedge.steps.masked.mask_shares import MaskShares, SharesMade
+from fedge.steps.masked.train_masked import TrainedMasked, TrainMasked, alike
+from fedge.steps.masked.unmask import Unmask, Unmasked
+from fedge.steps.training.train import Train, Trained
+from fedge.tensors import fixed_point
+from fedge.tensors.layout import Layout, Model
+from fedge.wire.messages import BlobRef, Why
 
 log = logging.getLogger("fedge.coordinator")
 

@@ -13,6 +13,8 @@ from typing import Final
 
 from msgspec import Struct
 
+from coordinator.store.records import Offence
+
 OFFENCES: Final = 3
 """Rounds with evidence, among the last `WITHIN`, that make a pattern."""
 WITHIN: Final = 20
@@ -23,15 +25,6 @@ LONG_UPDATE: Final = "long-update"
 """Name of the evidence of a suspiciously long update (`coordinator.fleet.update_norms`)."""
 READMITTED: Final = "readmitted"
 """Recorded when a person readmits a device."""
-
-
-class Offence(Struct, frozen=True, kw_only=True):
-    """Evidence against a device. `name`: that of the refusal, or `long-update`; `detail`: the measurement."""
-
-    device_id: str
-    round: int
-    name: str
-    detail: str
 
 
 class Quarantine(Struct, frozen=True, kw_only=True):

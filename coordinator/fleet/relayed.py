@@ -21,15 +21,15 @@ import numpy as np
 from msgspec import Meta, Struct
 
 from coordinator.clustering import mctc
-from coordinator.fleet import Answer, Fleet, Seen, asked, checked, require_sendable
+from coordinator.fleet.fleet import Answer, Fleet, Seen, asked, checked, require_sendable
 from coordinator.fleet.sites import Note, SiteMean, SiteSums
-from fedge import codec
-from fedge.codec import Norms
 from fedge.errors import MALFORMED, ConfigError, ProtocolError
-from fedge.messages import BlobRef, Count, Digest, Id, NonNegative, Outcome, Report, Why, blobs_of
-from fedge.step import Action, Refusal, Result, Reveals, body_of, require
-from fedge.steps.train import Train, Trained
-from fedge.tensors import Layout, Model, from_bytes
+from fedge.steps.contract import Action, Refusal, Result, Reveals, body_of, require
+from fedge.steps.training.train import Train, Trained
+from fedge.tensors import codecs
+from fedge.tensors.codecs import Norms
+from fedge.tensors.layout import Layout, Model, from_bytes
+from fedge.wire.messages import BlobRef, Count, Digest, Id, NonNegative, Outcome, Report, Why, blobs_of
 
 log = logging.getLogger("fedge.coordinator")
 
@@ -346,7 +346,7 @@ class RelayFleet(Fleet):
             of = {i: wanted.weights[i] for i in own if i not in result.missing}
             if ref is not None and (weight := sum(of.values())):
                 longest = [sum(w * own[i][part] * norms[i][part] for i, w in of.items()) / weight for part in range(2)]
-                lengths = codec.check(self.get_bytes(ref), ref.codec, wanted.layout)
+                lengths = codecs.check(self.get_bytes(ref), ref.codec, wanted.layout)
                 fits = all(length <= ROUNDED * most + NOTHING for length, most in zip(lengths, longest, strict=True))
                 require(fits, f"a mean of norms {lengths}, of updates that allow {longest}")
                 found.append(SiteMean(k, self._fleet.get(ref, wanted.layout), tuple(f"{via}.{i}" for i in of)))

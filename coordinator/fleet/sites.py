@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from coordinator.aggregation.mean import Average, Share, cluster_averages
 from coordinator.clustering import mctc
-from fedge.messages import BlobRef, Id, NonNegative
-from fedge.tensors import Layout, Model
+from fedge.tensors.layout import Layout, Model
+from fedge.wire.messages import BlobRef, Id, NonNegative
 
 Directions = dict[str, NDArray[np.floating[Any]]]
 """By device (`mctc.direction`)."""

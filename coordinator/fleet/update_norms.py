@@ -13,13 +13,13 @@ from typing import Final, NamedTuple
 import msgspec
 
 from coordinator.aggregation import rules
-from coordinator.fleet import Answer, Seen
-from fedge.codec import Norms
+from coordinator.fleet.fleet import Answer, Seen
 from fedge.errors import ProtocolError
-from fedge.messages import BlobRef
-from fedge.step import Action
-from fedge.steps.train import Train, Trained
-from fedge.tensors import Layout
+from fedge.steps.contract import Action
+from fedge.steps.training.train import Train, Trained
+from fedge.tensors.codecs import Norms
+from fedge.tensors.layout import Layout
+from fedge.wire.messages import BlobRef
 
 FACTOR: Final = 100.0
 """Times the median of a step. Generous, where all train one model: in four simulated federations of 20 devices

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from fedge import codec
-from fedge.messages import BlobRef, Difference, back_from
-from fedge.tensors import Layout, Model, Tensors, to_bytes, unflatten
+from fedge.tensors import codecs
+from fedge.tensors.layout import Layout, Model, Tensors, to_bytes, unflatten
+from fedge.wire.messages import BlobRef, Difference, back_from
 
 if TYPE_CHECKING:
-    from coordinator.fleet import Fleet
+    from coordinator.fleet.fleet import Fleet
 
 
 class Descent(Difference, frozen=True, kw_only=True):
@@ -42,16 +42,16 @@ def put_after(fleet: Fleet, base: BlobRef, model: Model, layout: Layout) -> Blob
     stored, left, rests = dict(now), Tensors(), list[Callable[[], Tensors]]()
     try:
         for name in (info.name for info in layout.of_kind("param")):
-            steps, round_rest = codec.descended(name, now[name], before[name], carried, after[name])
+            steps, round_rest = codecs.descended(name, now[name], before[name], carried, after[name])
             stored |= steps
             rests.append(round_rest)
-        writing = codec.threads().submit(fleet.put_model, derived, layout)
+        writing = codecs.threads().submit(fleet.put_model, derived, layout)
         for each in rests:
             left |= each()
-        data = codec.packed(stored)
+        data = codecs.packed(stored)
         blob, carry = fleet.put_bytes(data), fleet.put_bytes(to_bytes(left))
         ref = writing.result()
-    except codec.NotFiniteError:  # such large numbers cannot be subtracted or rounded
+    except codecs.NotFiniteError:  # such large numbers cannot be subtracted or rounded
         return fleet.put_model(model, layout)
     if len(data) >= ref.size_bytes:
         return fleet.put_model(model, layout)

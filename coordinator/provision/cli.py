@@ -14,15 +14,16 @@ import msgspec
 from coordinator.provision import installation
 from coordinator.provision.issuer import PARTS, Federation, Issuer
 from coordinator.provision.renewals import answer_requests
-from fedge import certificates, service
-from fedge.certificates import new_key, read_request
-from fedge.config import given
+from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError, failing_as
-from fedge.files import write_atomically
-from fedge.help import CommandGroup, Heading, json_option, option
-from fedge.identity import CRL, Role
-from fedge.kit import SUFFIX, refuse_code
-from fedge.task import TaskSpec
+from fedge.identity import certificates
+from fedge.identity.certificates import new_key, read_request
+from fedge.identity.names import CRL, Role
+from fedge.membership.kit import SUFFIX, refuse_code
+from fedge.settings import given
+from fedge.system import systemd
+from fedge.system.files import write_atomically
+from fedge.system.help import CommandGroup, Heading, json_option, option
 
 FOLDER: Final = Path("/etc/fedge")
 
@@ -108,7 +109,7 @@ def init(
     prefixes = {"topic_prefix": topic_prefix, "client_prefix": client_prefix}
     settings = given(Federation, given_here | prefixes)
     issuer = Issuer.create(folder, settings)
-    service.write_public(folder / "coordinator.toml", _coordinator_toml(issuer))
+    systemd.write_public(folder / "coordinator.toml", _coordinator_toml(issuer))
     _tell(f"{federation} is founded in {folder}", {"federation": federation, "folder": str(folder)}, as_json=as_json)
 
 
@@ -320,7 +321,7 @@ def broker(folder: Path, *, as_json: bool) -> None:
     """
     issuer = Issuer(folder)
     file = installation.configure_broker(issuer)
-    if service.RUNNING.exists():
+    if systemd.RUNNING.exists():
         installation.install_services(issuer)
     how = installation.restart_broker(issuer)
     settings = issuer.settings

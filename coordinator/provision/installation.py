@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Final
 
 from coordinator.provision.issuer import Issuer
-from fedge import mosquitto, service
 from fedge.errors import ConfigError
-from fedge.identity import Role
+from fedge.identity.names import Role
+from fedge.membership import broker_configuration
+from fedge.system import systemd
 
 CONF_D: Final = Path("/etc/mosquitto/conf.d")
 """Debian's Mosquitto reads every file in it that ends in .conf."""
@@ -36,12 +37,14 @@ def configure_broker(issuer: Issuer, conf_d: Path = CONF_D) -> Path:
     if not conf_d.is_dir():
         raise ConfigError(f"there is no {conf_d}, where Mosquitto's configuration goes: apt install mosquitto")
     identity = (issuer.folder / Role.BROKER).absolute()
-    service.give(identity, owner)
-    rules = mosquitto.access_list(issuer.settings.federation, issuer.settings.topic_prefix or "")
-    service.write_public(identity / mosquitto.ACCESS_LIST, rules)
-    service.write_public(conf_d / "00-fedge.conf", mosquitto.before_listeners())  # read in the order of their names
+    systemd.give(identity, owner)
+    rules = broker_configuration.access_list(issuer.settings.federation, issuer.settings.topic_prefix or "")
+    systemd.write_public(identity / broker_configuration.ACCESS_LIST, rules)
+    systemd.write_public(
+        conf_d / "00-fedge.conf", broker_configuration.before_listeners()
+    )  # read in the order of their names
     file = conf_file(issuer, conf_d)
-    service.write_public(file, mosquitto.for_members(identity, identity, issuer.settings.port))
+    systemd.write_public(file, broker_configuration.for_members(identity, identity, issuer.settings.port))
     return file
 
 
@@ -52,15 +55,15 @@ def install_services(issuer: Issuer) -> None:
         ConfigError, StoreError: something cannot be set up.
     """
     folder = issuer.folder.absolute()
-    service.give(folder / Role.COORDINATOR, service.make_user())
+    systemd.give(folder / Role.COORDINATOR, systemd.make_user())
     arguments = f"coordinator --config {folder / 'coordinator.toml'}"
-    unit = service.unit("coordinator", service.COORDINATOR, arguments, "coordinator")
-    service.write_public(service.UNITS / "fedge-coordinator.service", unit)
-    renew, timer = service.daily("renewal of certificates", f"provision renew --folder {folder}")
-    service.write_public(service.UNITS / "fedge-renewal.service", renew)
-    service.write_public(service.UNITS / "fedge-renewal.timer", timer)
-    service.run("systemctl", "daemon-reload")
-    service.run("systemctl", "enable", "--now", "fedge-renewal.timer")
+    unit = systemd.unit("coordinator", systemd.COORDINATOR, arguments, "coordinator")
+    systemd.write_public(systemd.UNITS / "fedge-coordinator.service", unit)
+    renew, timer = systemd.daily("renewal of certificates", f"provision renew --folder {folder}")
+    systemd.write_public(systemd.UNITS / "fedge-renewal.service", renew)
+    systemd.write_public(systemd.UNITS / "fedge-renewal.timer", timer)
+    systemd.run("systemctl", "daemon-reload")
+    systemd.run("systemctl", "enable", "--now", "fedge-renewal.timer")
 
 
 def restart_broker(issuer: Issuer, conf_d: Path = CONF_D) -> str:
@@ -72,6 +75,6 @@ def restart_broker(issuer: Issuer, conf_d: Path = CONF_D) -> str:
     file = conf_file(issuer, conf_d)
     if not file.exists() or str((issuer.folder / Role.BROKER).absolute()) not in file.read_text(encoding="utf-8"):
         return "a `fedge broker --identity` starts anew by itself"
-    if service.restart(MOSQUITTO):
+    if systemd.restart(MOSQUITTO):
         return "Mosquitto was started anew"
     return "now start Mosquitto anew: there is no systemd here, and it reads its files only then"

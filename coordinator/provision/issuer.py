@@ -29,17 +29,17 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from msgspec import Meta, Struct
 
-from coordinator.members import MEMBERS, Member, Members, read_members, write_members
-from fedge import certificates
-from fedge.certificates import RENEW_AT, is_past, pem_of, pem_of_key
-from fedge.config import ClientPrefix, Name, TopicPrefix
-from fedge.credentials import CA, CERTIFICATE, KEY
+from coordinator.provision.members import MEMBERS, Member, Members, read_members, write_members
+from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError
-from fedge.files import locked, write_atomically
-from fedge.identity import CRL, Role, Subject, subject_of
-from fedge.kit import Kit, seal
-from fedge.route import host_and_port
-from fedge.task import TaskSpec
+from fedge.identity import certificates
+from fedge.identity.certificates import RENEW_AT, is_past, pem_of, pem_of_key
+from fedge.identity.names import CRL, Role, Subject, subject_of
+from fedge.membership.credentials import CA, CERTIFICATE, KEY
+from fedge.membership.kit import Kit, seal
+from fedge.settings import ClientPrefix, Name, TopicPrefix
+from fedge.system.files import locked, write_atomically
+from fedge.system.text import host_and_port
 
 CA_KEY: Final = "ca.key"
 SETTINGS: Final = "federation.json"
@@ -364,7 +364,7 @@ class Issuer:
     def kit(
         self, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey | None, task: TaskSpec | None
     ) -> bytes:
-        """The start-up kit of a device (`fedge.kit`)."""
+        """The start-up kit of a device (`fedge.membership.kit`)."""
         subject = subject_of(certificate)
         assert subject is not None
         kit = Kit(

@@ -11,13 +11,13 @@ import logging
 from secrets import token_hex
 
 from coordinator.provision.issuer import Issuer
-from fedge.certificates import pem_of, read_request
-from fedge.credentials import Credentials
 from fedge.errors import ConfigError
-from fedge.identity import Role
-from fedge.retained import retained
-from fedge.topics import Topics
-from fedge.transport import Transport
+from fedge.identity.certificates import pem_of, read_request
+from fedge.identity.names import Role
+from fedge.membership.credentials import Credentials
+from fedge.wire.retained import retained
+from fedge.wire.topics import Topics
+from fedge.wire.transport import Transport
 
 log = logging.getLogger("fedge.provision")
 

@@ -13,15 +13,15 @@ import click
 
 from coordinator.fleet.relayed import STEPS
 from coordinator.relay.site import Site
-from edge_agent.agent import Agent, Identity
-from fedge.background import STOP_S, on_signal
-from fedge.config import CODE, Name, resolve, settings_options
-from fedge.credentials import Credentials
-from fedge.help import Command, Heading, json_lines
-from fedge.logs import bind
-from fedge.stopping import INTERRUPTED
+from edge_agent.agent.loop import Agent, Identity
+from fedge.membership.credentials import Credentials
+from fedge.models.weights import Allow
+from fedge.settings import CODE, Name, resolve, settings_options
+from fedge.system.background import STOP_S, on_signal
+from fedge.system.help import Command, Heading, json_lines
+from fedge.system.logs import bind
+from fedge.system.stopping import INTERRUPTED
 from fedge.tasks import task_spec
-from fedge.weights import Allow
 
 Observer = Callable[[str, dict[str, Any]], None]
 

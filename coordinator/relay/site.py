@@ -21,22 +21,24 @@ from typing import Any, Final, TypeVar
 import msgspec
 import numpy as np
 
-from coordinator.fleet import Answer, Device, answering
-from coordinator.fleet.mqtt import MqttFleet
+from coordinator.fleet.fleet import Answer, answering
+from coordinator.fleet.mqtt.fleet import MqttFleet
 from coordinator.fleet.relayed import Relay, Relayed, SiteOrders, Sum, Summed, Told
 from coordinator.fleet.sites import SiteSums, averages
-from coordinator.store import Store
-from edge_agent.worker import Finished
-from fedge import codec
+from coordinator.store.records import Device
+from coordinator.store.store import Store
+from edge_agent.device.worker import Finished
+from fedge.data.task import TaskSpec
 from fedge.errors import ProtocolError
-from fedge.files import write_atomically
-from fedge.messages import MAX_SITE, BlobRef, Codec, Order, SiteDevice
-from fedge.step import Action, Unsupported, installed_steps, read_action, report_of
-from fedge.steps.train import Train, Trained
-from fedge.stopping import Stop, StoppedError
-from fedge.task import TaskSpec
-from fedge.tensors import Layout, Tensors, digest_of, unflatten
-from fedge.transport import BrokerSettings
+from fedge.steps.contract import Action, Unsupported, installed_steps, read_action, report_of
+from fedge.steps.training.train import Train, Trained
+from fedge.system.files import digest_of, write_atomically
+from fedge.system.stopping import Stop, StoppedError
+from fedge.tensors import codecs
+from fedge.tensors.codecs import Codec
+from fedge.tensors.layout import Layout, Tensors, unflatten
+from fedge.wire.messages import MAX_SITE, BlobRef, Order, SiteDevice
+from fedge.wire.transport import BrokerSettings
 
 log = logging.getLogger("fedge.relay")
 
@@ -99,7 +101,7 @@ class SiteFleet(MqttFleet):
 
 
 class Site:
-    """The worker of a relay (`edge_agent.agent.Works`). Async context manager: inside it, the site is connected.
+    """The worker of a relay (`edge_agent.agent.loop.Works`). Async context manager: inside it, the site is connected.
 
     Args:
         broker: of the site.
@@ -271,7 +273,7 @@ class Site:
         means, found = averages(
             wanted,
             here,
-            lambda ref: codec.decode(self.store.blobs.get(ref.digest), ref.codec, wanted.layout, again=True),
+            lambda ref: codecs.decode(self.store.blobs.get(ref.digest), ref.codec, wanted.layout, again=True),
         )
         directions: Tensors = {i: direction.astype(np.float32) for i, direction in found.items()}
         models = [None if mean is None else mean.as_model() for mean in means]
@@ -291,4 +293,4 @@ class Site:
 
 
 def _encoded(tensors: Tensors) -> bytes:
-    return codec.encode(tensors, Codec.FLOAT32)
+    return codecs.encode(tensors, Codec.FLOAT32)

@@ -14,21 +14,21 @@ import click
 import msgspec
 from msgspec import Meta
 
-from coordinator.rollout import Plan
+from coordinator.rollout.decision import Plan
 from coordinator.rollout.folder import Folder, Record, Request
 from coordinator.rollout.making import make_release
 from coordinator.rollout.service import Observer, Release, Supervisor, words_of
-from coordinator.watch_cli import HOME, STORE
+from coordinator.watch.options import HOME, STORE
 from export.signing import Repository
-from fedge.background import until_stopped
-from fedge.config import Seconds, resolve, settings_options
-from fedge.credentials import Broker, Credentials, FederationName
 from fedge.errors import ConfigError, failing_as
-from fedge.help import CommandGroup, Heading, json_lines, json_option, option
-from fedge.loading import code_in
-from fedge.messages import RolloutState, Share
-from fedge.stopping import INTERRUPTED
-from fedge.text import printable
+from fedge.membership.credentials import Broker, Credentials, FederationName
+from fedge.settings import Seconds, resolve, settings_options
+from fedge.system.background import until_stopped
+from fedge.system.help import CommandGroup, Heading, json_lines, json_option, option
+from fedge.system.loading import code_in
+from fedge.system.stopping import INTERRUPTED
+from fedge.system.text import printable
+from fedge.wire.messages import RolloutState, Share
 
 _json = json_option()
 _repo = click.argument("repo", type=click.Path(path_type=Path))

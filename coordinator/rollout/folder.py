@@ -3,7 +3,7 @@
 state.json     `Record`: plan, progress and the devices' messages; written before any of it is published
 request        one word: pause, resume or abort
 request.taken  the one being carried out; another may arrive meanwhile
-heard.json     the last number of each device's signed messages (`fedge.sealed`)
+heard.json     the last number of each device's signed messages (`fedge.membership.signed_messages`)
 lock           held by the supervisor
 """
 
@@ -19,9 +19,9 @@ from typing import Final
 import msgspec
 from msgspec import Struct
 
-from coordinator.rollout import Plan, Progress
-from fedge.files import InUseError, locked, read_kept, read_lasting, write_atomically
-from fedge.messages import Count, Id, Outliers, Phase, Quality, RolloutState, Text
+from coordinator.rollout.decision import Plan, Progress
+from fedge.system.files import InUseError, locked, read_kept, read_lasting, write_atomically
+from fedge.wire.messages import Count, Id, Outliers, Phase, Quality, RolloutState, Text
 
 LOOKED_AT_S: Final = 1.0
 """Longest time for which a mere look for a supervisor may hold the lock."""

@@ -10,21 +10,21 @@ from pathlib import Path
 
 import msgspec
 
-from coordinator.assembling import bundle_in_subprocess
-from coordinator.methods import MethodSettings, Server, load, make
-from coordinator.service import reading
-from coordinator.store import Store, undeleted
-from coordinator.watch import read_summary
-from coordinator.watch_cli import opened
+from coordinator.methods.method import MethodSettings, Server, load, make
+from coordinator.methods.server.assembling import bundle_in_subprocess
+from coordinator.store.store import Store, reading, undeleted
+from coordinator.watch.options import opened
+from coordinator.watch.state import read_summary
 from export.signing import Repository
-from fedge import codec, weights
+from fedge.data.task import TaskSpec
 from fedge.errors import MALFORMED, ConfigError, StoreError, failing_as
-from fedge.files import write_atomically
-from fedge.loading import code_in, require_allowed
-from fedge.messages import BlobRef
-from fedge.task import TaskSpec
-from fedge.tensors import Layout, Model
-from fedge.weights import needed_on_devices
+from fedge.models import weights
+from fedge.models.weights import needed_on_devices
+from fedge.system.files import write_atomically
+from fedge.system.loading import code_in, require_allowed
+from fedge.tensors import codecs
+from fedge.tensors.layout import Layout, Model
+from fedge.wire.messages import BlobRef
 
 
 def make_release(repo: Path, home: Path, store: str | None, allow: Container[str] = ()) -> str:
@@ -78,4 +78,4 @@ def _learned(store: Store, allow: Container[str]) -> tuple[TaskSpec, Layout, Mod
     if not state.history:
         raise ConfigError(f"the devices in {store.home} have learned nothing together yet")
     ref = method.for_anybody(state)
-    return task, state.layout, codec.decode(store.blobs.get(ref.digest), ref.codec, state.layout, again=True)
+    return task, state.layout, codecs.decode(store.blobs.get(ref.digest), ref.codec, state.layout, again=True)

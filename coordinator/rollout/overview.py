@@ -16,10 +16,10 @@ import msgspec
 
 from coordinator.rollout.folder import Folder, Request
 from export.signing import Repository
-from fedge.child import command
 from fedge.errors import ConfigError
-from fedge.files import version_of
-from fedge.messages import RolloutState
+from fedge.system.child import command
+from fedge.system.files import version_of
+from fedge.wire.messages import RolloutState
 
 BEGIN_S: Final = 60.0
 """Time limit for the start of a supervisor."""
@@ -120,7 +120,7 @@ class Overview:
         """Start a supervisor that outlives us, and wait until it works."""
         folder = Folder(repo)
         folder.path.mkdir(exist_ok=True)
-        start = command("fedge.cli", "rollout", "start", str(repo), *words, "--config", str(self._config))
+        start = command("fedge", "rollout", "start", str(repo), *words, "--config", str(self._config))
         with (folder.path / "log").open("w+b") as log:
             process = subprocess.Popen(start, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
             self._begun = [each for each in [*self._begun, process] if each.poll() is None]

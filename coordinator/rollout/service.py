@@ -19,21 +19,20 @@ from typing import Any, Final
 
 from msgspec.structs import replace
 
-from coordinator.registry import MAX_DEVICES
-from coordinator.rollout import Plan, Progress, Seen, aborted, decide, members, message, over, runs
+from coordinator.rollout.decision import Plan, Progress, Seen, aborted, decide, members, message, over, runs
 from coordinator.rollout.folder import Folder, Line, News, Record, Request
+from coordinator.store.registry import MAX_DEVICES
 from export.signing import Repository
-from fedge.bundle import Manifest
-from fedge.bundle import decode as decode_manifest
+from fedge.bundle.manifest import Manifest
+from fedge.bundle.manifest import decode as decode_manifest
 from fedge.errors import ConfigError, ProtocolError
-from fedge.files import version_of
-from fedge.identity import Role, Subject
-from fedge.messages import FileRef, Health, Rollout, RolloutState, decode, encode
-from fedge.sealed import Signed, speaker
-from fedge.tensors import digest_of
-from fedge.topics import Topics
-from fedge.transfer import Sender
-from fedge.transport import SHORT_SESSION_S, BrokerSettings, Inbound, Transport
+from fedge.identity.names import Role, Subject
+from fedge.membership.signed_messages import Signed, speaker
+from fedge.system.files import digest_of, version_of
+from fedge.wire.messages import FileRef, Health, Rollout, RolloutState, decode, encode
+from fedge.wire.topics import Topics
+from fedge.wire.transfer import Sender
+from fedge.wire.transport import SHORT_SESSION_S, BrokerSettings, Inbound, Transport
 
 log = logging.getLogger("fedge.rollout")
 

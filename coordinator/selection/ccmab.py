@@ -23,7 +23,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from fedge.messages import MAX_LEFT_S
+from fedge.wire.messages import MAX_LEFT_S
 
 Vectors = NDArray[np.float64]
 RawContext = tuple[float, float, float, float, float]

@@ -17,20 +17,20 @@ import numpy as np
 from msgspec import Struct
 from rich.console import Console
 
-from coordinator.methods import Server, make
-from coordinator.options import check, method_and_options
+from coordinator.methods.method import Server, make
+from coordinator.methods.options import check, method_and_options
 from coordinator.simulation.federation import partition_samples
-from coordinator.simulation.outcome import Cost, RunOutcome, cost_of, data_frame
+from coordinator.simulation.reports.outcome import Cost, RunOutcome, cost_of, data_frame
 from coordinator.simulation.run import LOOK_S, Watch, require_wanted, simulate, try_network
 from coordinator.simulation.settings import CompareSettings, Scenario
-from fedge.child import Child, DiedError
 from fedge.errors import ConfigError, FedgeError, FruitlessError, StoreError, failing_as
-from fedge.files import make_folder, write_atomically
-from fedge.loading import is_held
-from fedge.logs import at_level
-from fedge.messages import BlobRef
 from fedge.models.training import torch_device
-from fedge.processor import Processor
+from fedge.system.child import Child, DiedError
+from fedge.system.files import make_folder, write_atomically
+from fedge.system.loading import is_held
+from fedge.system.logs import at_level
+from fedge.system.processor import Processor
+from fedge.wire.messages import BlobRef
 
 FIGURES = ("std", "worst_decile", "macro_f1", "bytes_up", "bytes_down", "seconds", "wall_s", "evaluation_s")
 """Of each run; a comparison has their spread over the seeds."""
@@ -104,7 +104,7 @@ class Comparison(Struct, frozen=True, kw_only=True):
 
     def plot(self, axes: Any = None) -> Any:
         """Draw accuracy by round on matplotlib axes (default: new ones) and return them."""
-        from coordinator.simulation.plots import draw_by_round
+        from coordinator.simulation.reports.plots import draw_by_round
 
         return draw_by_round(self.runs, axes)
 
@@ -119,7 +119,7 @@ class Comparison(Struct, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         """What `fedge compare` prints."""
-        from coordinator.simulation.report import show
+        from coordinator.simulation.reports.report import show
 
         with (console := Console(no_color=True)).capture() as shown:
             show(self, console)
@@ -128,7 +128,7 @@ class Comparison(Struct, frozen=True, kw_only=True):
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        from coordinator.simulation.report import headings, in_a_notebook, lead, row, table
+        from coordinator.simulation.reports.report import headings, in_a_notebook, lead, row, table
 
         return in_a_notebook(lead(self), table(headings(self), map(row, self.methods)), self.runs)
 
@@ -340,7 +340,7 @@ def _done(runs: Sequence[_Run], jobs: int) -> Iterator[tuple[_Run, RunOutcome]]:
 
 def _on_ray(runs: Sequence[_Run], settings: CompareSettings) -> Iterator[tuple[_Run, RunOutcome]]:
     """Yield outcomes as they finish on the Ray cluster; a run whose process died is repeated."""
-    from coordinator.ray import connected, ray, require_importable, resources_of_actors
+    from coordinator.fleet.simulated.ray import connected, ray, require_importable, resources_of_actors
 
     require_importable(settings.task, settings.model, *methods_of(settings))
 

@@ -16,23 +16,23 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import deploy
-from coordinator.methods import Method, State
-from coordinator.protection import Protection
+from coordinator.aggregation.protection import Protection
+from coordinator.methods.method import Method, State
 from coordinator.simulation.federation import Federation, Samples
-from coordinator.simulation.outcome import SPENT, DeviceOutcome, Score, score
-from edge_agent.privacy_ledger import Ledger
-from edge_agent.worker import Worker
-from fedge import preprocess
-from fedge.messages import Role
+from coordinator.simulation.reports.outcome import SPENT, DeviceOutcome, Score, score
+from edge_agent.device.worker import Worker
+from edge_agent.privacy.dp_ledger import Ledger
+from fedge.data import preprocessing
 from fedge.models.training import CPU, Network
-from fedge.tensors import Model
+from fedge.tensors.layout import Model
+from fedge.wire.messages import Role
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     import torch
 
-    from coordinator.fleet.simulated import SimulatedFleet
+    from coordinator.fleet.simulated.fleet import SimulatedFleet
 
 
 def epsilon_spent(homes: Iterable[Path], protection: Protection) -> dict[str, float]:
@@ -71,7 +71,7 @@ class Evaluation:
         self._tests: dict[str, Samples] = {
             i: worker.data.validation
             if on_validation
-            else (preprocess.apply(federation.task, self._shares[i].x_test), self._shares[i].y_test)
+            else (preprocessing.apply(federation.task, self._shares[i].x_test), self._shares[i].y_test)
             for i, worker in self._workers.items()
         }
 

@@ -12,25 +12,25 @@ from typing import Final, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.fleet import devices
-from coordinator.fleet.simulated import Execute, SimulatedFleet
-from coordinator.selection import cohort_size
+from coordinator.fleet.simulated import devices
+from coordinator.fleet.simulated.fleet import Execute, SimulatedFleet
+from coordinator.selection.select import cohort_size
 from coordinator.simulation.settings import Hardware, Scenario
-from edge_agent import batched
-from edge_agent.device import repeatable
-from edge_agent.worker import Worker
-from fedge import preprocess
+from edge_agent.device.device import repeatable
+from edge_agent.device.worker import Worker
+from edge_agent.learning import batched
+from fedge.data import preprocessing
+from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError
-from fedge.messages import BlobRef
-from fedge.models import initial
+from fedge.models.network import initial
 from fedge.models.training import torch_device
-from fedge.steps.mask_shares import MAX_COHORT
-from fedge.task import TaskSpec
+from fedge.steps.masked.mask_shares import MAX_COHORT
 from fedge.tasks import DeviceData, Pool, Share, partition, set_apart, share_data
 from fedge.tasks.generated import Generated, device_names
 from fedge.tasks.partition import samples_of
 from fedge.tasks.partitioners import Milder
-from fedge.tensors import Layout, Model
+from fedge.tensors.layout import Layout, Model
+from fedge.wire.messages import BlobRef
 
 T = TypeVar("T")
 Samples = tuple[NDArray[np.float32], NDArray[np.int64]]
@@ -195,4 +195,4 @@ def _natural(scenario: Scenario, rest: Pool) -> int:
 
 
 def _inputs(samples: Pool) -> Samples | None:
-    return (preprocess.apply(samples.spec, samples.x), samples.y) if len(samples.y) else None
+    return (preprocessing.apply(samples.spec, samples.x), samples.y) if len(samples.y) else None

@@ -19,14 +19,21 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from msgspec import Struct
 
-from coordinator import runs
-from coordinator.methods import Option, method_class
-from coordinator.options import check, method_and_options
+from coordinator.methods.method import Option, method_class
+from coordinator.methods.options import check, method_and_options
 from coordinator.simulation import compare as comparing
 from coordinator.simulation import run as running
 from coordinator.simulation.compare import Comparison, scenario_of
-from coordinator.simulation.outcome import Cost, RunOutcome, cost_of
-from coordinator.simulation.report import in_a_notebook, lines_of, of_comparison, of_run, run_lead, table, write_results
+from coordinator.simulation.reports.outcome import Cost, RunOutcome, cost_of
+from coordinator.simulation.reports.report import (
+    in_a_notebook,
+    lines_of,
+    of_comparison,
+    of_run,
+    run_lead,
+    table,
+    write_results,
+)
 from coordinator.simulation.run import Watch
 from coordinator.simulation.settings import (
     CompareSettings,
@@ -34,11 +41,12 @@ from coordinator.simulation.settings import (
     SimulationSettings,
     TuneSettings,
 )
-from coordinator.tracking import tracking
-from edge_agent import batched
-from fedge.config import describe, given
+from coordinator.watch import runs
+from coordinator.watch.tracking import tracking
+from edge_agent.learning import batched
 from fedge.errors import ConfigError
-from fedge.loading import hold, is_held, load_role
+from fedge.settings import describe, given
+from fedge.system.loading import hold, is_held, load_role
 from fedge.tasks import Task
 from fedge.tasks.own import name_of
 from fedge.tasks.partition import check_partitioning
@@ -135,7 +143,8 @@ def simulate(
         options: of the method, like `--option` of the command.
         progress: called with lines of progress; None: silent.
         **settings: those of `fedge simulate`, under the same names; `task` may be a `fedge.Task`, `method` a subclass
-            of `coordinator.methods.Method`, and `model` a class, a function or a module, as in `Task.from_arrays`.
+            of `coordinator.methods.method.Method`, and `model` a class, a function or a module, as in
+            `Task.from_arrays`.
 
     Raises:
         ConfigError: a setting is unknown or out of range, or the data or the method does not exist.

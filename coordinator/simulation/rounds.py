@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from coordinator.fleet.simulated import SimulatedFleet
-from coordinator.methods import Method, S, require_learned
-from coordinator.proof import PROVEN, is_ours, proven, reloaded
-from fedge.messages import blobs_of
+from coordinator.fleet.simulated.fleet import SimulatedFleet
+from coordinator.methods.method import Method, S, require_learned
+from coordinator.service.proof import PROVEN, is_ours, proven, reloaded
+from fedge.wire.messages import blobs_of
 
 
 async def run(
@@ -23,7 +23,7 @@ async def run(
     rounds the state is stored and read again.
 
     Raises:
-        ConfigError: a method that is not fedge's own breaks a promise (`coordinator.proof`).
+        ConfigError: a method that is not fedge's own breaks a promise (`coordinator.service.proof`).
         FruitlessError: nothing was learned (`require_learned`).
     """
     first = method.for_anybody(state)

@@ -16,22 +16,22 @@ import msgspec
 import numpy as np
 import torch
 
-from coordinator.checks import N_SAMPLES, Finding, a_few, examine, require_sound, without_profile
+from coordinator.aggregation.protection import Protection
 from coordinator.fleet.problems import reasons_of, told
-from coordinator.fleet.simulated import Execute, SimulatedFleet
-from coordinator.methods import Method, Option, Server, State, make
-from coordinator.protection import Protection
-from coordinator.samples import by_class, without_samples
+from coordinator.fleet.simulated.fleet import Execute, SimulatedFleet
+from coordinator.methods.method import Method, Option, Server, State, make
+from coordinator.service.checks import N_SAMPLES, Finding, a_few, examine, require_sound, without_profile
+from coordinator.service.samples import by_class, without_samples
 from coordinator.simulation import rounds
 from coordinator.simulation.evaluation import Evaluation, epsilon_spent
 from coordinator.simulation.federation import Federation, gather, partition_samples
-from coordinator.simulation.outcome import DeviceOutcome, Point, RunOutcome, Score, outcome_of, without_bundle
+from coordinator.simulation.reports.outcome import DeviceOutcome, Point, RunOutcome, Score, outcome_of, without_bundle
 from coordinator.simulation.settings import Running, Scenario
-from edge_agent import batched
+from edge_agent.learning import batched
 from fedge.errors import ConfigError, FruitlessError
 from fedge.models.training import torch_device
-from fedge.processor import Processor
-from fedge.steps.train_dp import weak_delta
+from fedge.steps.training.train_dp import weak_delta
+from fedge.system.processor import Processor
 
 T = TypeVar("T")
 QUIET_S: Final = 10.0
@@ -273,8 +273,8 @@ def _engine(
     if on is None or on.engine == "local":
         yield batched.execute
         return
-    from coordinator.fleet.on_ray import Recipe, Shards
-    from coordinator.ray import connected, require_importable
+    from coordinator.fleet.simulated.on_ray import Recipe, Shards
+    from coordinator.fleet.simulated.ray import connected, require_importable
 
     require_importable(scenario.task, scenario.model)
     recipe = Recipe(

@@ -10,18 +10,19 @@ from typing import Annotated, Final, Literal
 
 from msgspec import Meta
 
-from coordinator import methods, protection
-from coordinator.methods import DEFAULT, MethodSettings, Option, settings_of
-from coordinator.tracking import MLflow, TensorBoard
-from fedge.config import CODE, AtLeastOne, Duration
-from fedge.help import Heading
-from fedge.processor import Processor, TrainOn
+from coordinator.aggregation import protection
+from coordinator.methods import method as methods
+from coordinator.methods.method import DEFAULT, MethodSettings, Option, settings_of
+from coordinator.watch.tracking import MLflow, TensorBoard
+from fedge.settings import CODE, AtLeastOne, Duration
+from fedge.system.help import Heading
+from fedge.system.processor import Processor, TrainOn
 from fedge.tasks.partition import NGroups, Partitioning, Rule, Sensitive
 
 Engine = Literal["local", "ray"]
 """What carries out the devices' orders."""
 Hardware = Literal["mixed", "steady", "none"]
-"""What the devices are (`coordinator.fleet.devices`)."""
+"""What the devices are (`coordinator.fleet.simulated.devices`)."""
 RayAddress = Annotated[
     str | None,
     Heading.RUNS,

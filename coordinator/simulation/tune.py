@@ -19,16 +19,16 @@ import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
-from coordinator.methods import Option, method_class, options_of
-from coordinator.options import check, method_and_options, value_of
-from coordinator.ray import connected, require_importable
+from coordinator.fleet.simulated.ray import connected, require_importable
+from coordinator.methods.method import Option, method_class, options_of
+from coordinator.methods.options import check, method_and_options, value_of
 from coordinator.simulation.compare import begin, scenario_of
 from coordinator.simulation.run import Watch, validate
 from coordinator.simulation.settings import Scenario, Setup, TuneSettings
-from fedge.config import given, metas_of
 from fedge.errors import ConfigError, FedgeError, ProtocolError
-from fedge.files import make_folder, write_atomically
-from fedge.processor import Processor
+from fedge.settings import given, metas_of
+from fedge.system.files import make_folder, write_atomically
+from fedge.system.processor import Processor
 from fedge.tasks import Partitioning
 
 os.environ |= {
@@ -37,7 +37,7 @@ os.environ |= {
     "TUNE_DISABLE_SIGINT_HANDLER": "1",  # Ctrl-C is ours
     "TUNE_GLOBAL_CHECKPOINT_S": "0",  # what is done is kept
 }
-from ray import tune as ray_tune  # noqa: TID251 - after `coordinator.ray`, which has it tell nobody
+from ray import tune as ray_tune  # noqa: TID251 - after `coordinator.fleet.simulated.ray`, which has it tell nobody
 from ray.tune.logger import JsonLoggerCallback  # noqa: TID251
 from ray.tune.schedulers import ASHAScheduler  # noqa: TID251
 from ray.tune.search.basic_variant import BasicVariantGenerator  # noqa: TID251

@@ -23,11 +23,11 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 from msgspec import Meta, Struct
 
-from coordinator.fleet import Fleet, Seen
-from coordinator.methods import Method, ModelState, round_done
-from fedge.messages import BlobRef
-from fedge.steps.train import Start, Train, Trained
-from fedge.tensors import Model, unflatten
+from coordinator.fleet.fleet import Fleet, Seen
+from coordinator.methods.method import Method, ModelState, round_done
+from fedge.steps.training.train import Start, Train, Trained
+from fedge.tensors.layout import Model, unflatten
+from fedge.wire.messages import BlobRef
 
 
 class FedAsyncOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

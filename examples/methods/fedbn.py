@@ -28,12 +28,12 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from coordinator.methods.personal_layers import PersonalLayers, PersonalState
+from coordinator.methods.baselines.personal_layers import PersonalLayers, PersonalState
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from fedge.task import TaskSpec
+    from fedge.data.task import TaskSpec
 
 
 class FedBN(PersonalLayers[PersonalState]):

@@ -29,14 +29,14 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from coordinator.methods.personal_layers import PersonalLayers, PersonalState
-from fedge.messages import Count
-from fedge.steps.train import Train
-from fedge.tensors import Layout, Model, Selector, Tensors, overlaid, unflatten
+from coordinator.methods.baselines.personal_layers import PersonalLayers, PersonalState
+from fedge.steps.training.train import Train
+from fedge.tensors.layout import Layout, Model, Selector, Tensors, overlaid, unflatten
+from fedge.wire.messages import Count
 
 if TYPE_CHECKING:
-    from edge_agent.device import Device
-    from fedge.step import Result
+    from edge_agent.device.device import Device
+    from fedge.steps.contract import Result
 
 Positive = Annotated[float, Meta(gt=0)]
 
@@ -91,7 +91,7 @@ class PFedMe(PersonalLayers[PersonalState]):
 
 def run(device: Device, action: TrainPFedMe) -> Result:
     """The device half, in the frame that all training steps share."""
-    from edge_agent.steps import train
+    from edge_agent.steps.training import train
 
     return train.train(device, action, lambda w, _: learn(device, action, w))
 

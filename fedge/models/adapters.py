@@ -1,7 +1,7 @@
 """Networks that start from given weights and of which only a part is trained.
 
-`--adapt` selects what is trained (`fedge.tensors.Selector`), whole layers at a time: `head`, or `head,layer4.*`, or
-`!norm`: all but the normalisation. The head is always trained. With `lora` or `lora:RANK` the other convolutions and
+`--adapt` selects what is trained (`fedge.tensors.layout.Selector`), whole layers at a time: `head`, or `head,layer4.*`,
+or `!norm`: all but the normalisation. The head is always trained. With `lora` or `lora:RANK` the other convolutions and
 linear layers each get an adapter. Everything else is frozen: it is not a part of the layout, so it is neither sent nor
 averaged, and its running statistics do not change.
 
@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fedge import models, weights
+from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError, ProtocolError, failing_as
-from fedge.task import TaskSpec
-from fedge.tensors import Tensors, views_of
+from fedge.models import network, weights
+from fedge.tensors.layout import Tensors, views_of
 
 LORA: Final = "lora"
 RANK: Final = 4
@@ -107,10 +107,10 @@ def begin(module: nn.Module, task: TaskSpec) -> None:
     if ref is None:
         return
     with failing_as(ConfigError, f"the weights of {task.model} are not a safetensors file", on=ProtocolError):
-        known = models.aliases(module)
+        known = network.aliases(module)
         found = {known.get(name, name): array for name, array in views_of(weights.read(ref.digest)).items()}
-    own = dict(models.state(module))
-    head = models.head_name(module, task)
+    own = dict(network.state(module))
+    head = network.head_name(module, task)
     of_head = {f"{head}.weight", f"{head}.bias"}
     if head is not None and any(_differs(found, own, name) for name in of_head):
         found = {name: array for name, array in found.items() if name not in of_head}
@@ -141,8 +141,8 @@ def adapt(module: nn.Module, task: TaskSpec) -> None:
     patterns = [p.strip() for p in str(task.model_options[weights.ADAPT]).split(",") if p.strip()]
     rank = max((_rank(p) for p in patterns if p.partition(":")[0] == LORA), default=0)
     selector = tuple(p for p in patterns if p.partition(":")[0] != LORA)
-    head = models.head_name(module, task)
-    layout = models.layout_of(module, head)
+    head = network.head_name(module, task)
+    layout = network.layout_of(module, head)
     chosen = {info.name.rpartition(".")[0] for info in layout.select(selector).tensors} if selector else set()
     if not selector and not rank:
         raise ConfigError("--adapt names nothing: say lora, head, or other layers")
@@ -167,7 +167,7 @@ def _rank(pattern: str) -> int:
 
 
 def _freeze(layer: nn.Module) -> None:
-    """Turn the layer's own tensors into constants, which are not in a layout (`fedge.models.state`)."""
+    """Turn the layer's own tensors into constants, which are not in a layout (`fedge.models.network.state`)."""
     for name, tensor in [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]:
         delattr(layer, name)
         layer.register_buffer(name, tensor.detach(), persistent=False)

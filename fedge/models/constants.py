@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedge import models
+from fedge.models import network
 
 _EVERY_MODULES: Final = frozenset(vars(nn.Module()))
 """Attributes that torch gives every module."""
@@ -30,7 +30,7 @@ def constants(module: nn.Module) -> dict[str, Any]:
         {"scale['low']": 0.5, '0.p': 0.1, '0.inplace': False}
     """
     found: dict[str, Any] = {}
-    _collect("", module, {id(tensor) for _, tensor in models.state(module)}, found)
+    _collect("", module, {id(tensor) for _, tensor in network.state(module)}, found)
     return {place.removeprefix("."): value for place, value in found.items()}
 
 

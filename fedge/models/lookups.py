@@ -12,10 +12,10 @@ import torch
 from numpy.typing import NDArray
 from torch.overrides import TorchFunctionMode
 
+from fedge.data.task import Preprocessing, TaskSpec
 from fedge.errors import ConfigError
-from fedge.loading import FAILURES
-from fedge.models import build
-from fedge.task import Preprocessing, TaskSpec
+from fedge.models.network import build
+from fedge.system.loading import FAILURES
 
 log = logging.getLogger("fedge.models")
 

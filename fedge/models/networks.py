@@ -8,11 +8,11 @@ from typing import Any, Final
 
 from torch import nn
 
+from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError
 from fedge.models import torchvision_ops
 from fedge.models.resnet_moe import ResNetMoE
-from fedge.task import TaskSpec
-from fedge.weights import RESERVED
+from fedge.models.weights import RESERVED
 
 Options = Mapping[str, int | float | str | bool]
 

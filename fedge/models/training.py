@@ -28,13 +28,13 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from fedge import models
+from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError
-from fedge.processor import Processor
-from fedge.sgd import Sgd
-from fedge.stopping import StoppedError, never
-from fedge.task import TaskSpec
-from fedge.tensors import BASE, Layout, Model
+from fedge.models import network as models
+from fedge.steps.sgd import Sgd
+from fedge.system.processor import Processor
+from fedge.system.stopping import StoppedError, never
+from fedge.tensors.layout import BASE, Layout, Model
 
 Loss = Callable[..., Tensor]
 """Module in training mode, inputs (b, ...), labels (b,) -> mean loss of the batch, a scalar that has a gradient.

@@ -9,12 +9,12 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from fedge.data.labels import NUMBERING, class_numbers, whole_numbers
+from fedge.data.npz import load
+from fedge.data.scaling import unfit
+from fedge.data.task import TEST
 from fedge.errors import ConfigError
-from fedge.labels import NUMBERING, class_numbers, whole_numbers
-from fedge.npz import load
-from fedge.scaling import unfit
-from fedge.task import TEST
-from fedge.text import nearest, printable
+from fedge.system.text import nearest, printable
 
 Arrays = dict[str, NDArray[Any]]
 KEYS: Final = ("x", "y", "split", "sensitive", "user", "classes")

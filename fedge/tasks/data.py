@@ -9,13 +9,13 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from fedge.data.labels import class_numbers, whole_numbers
+from fedge.data.scaling import are_inputs, unfit
+from fedge.data.task import TRAIN, VALIDATION, TaskSpec
 from fedge.errors import ConfigError
-from fedge.labels import class_numbers, whole_numbers
-from fedge.loading import FAILURES, load_object, reason_of
-from fedge.scaling import are_inputs, unfit
-from fedge.task import TRAIN, VALIDATION, TaskSpec
+from fedge.system.files import digest_of
+from fedge.system.loading import FAILURES, load_object, reason_of
 from fedge.tasks.sampling import n_validation, spread
-from fedge.tensors import digest_of
 
 
 @dataclass(frozen=True, slots=True)

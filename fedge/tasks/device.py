@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from fedge import images, preprocess, table
+from fedge.data import images, preprocessing, tables
+from fedge.data.labels import class_numbers
+from fedge.data.task import TEST, TaskSpec
 from fedge.errors import ConfigError, failing_as
-from fedge.files import require_there
-from fedge.labels import class_numbers
-from fedge.loading import FAILURES, reason_of
-from fedge.task import TEST, TaskSpec
+from fedge.system.files import require_there
+from fedge.system.loading import FAILURES, reason_of
 from fedge.tasks import arrays
 from fedge.tasks.data import DeviceData, user_task
 
@@ -78,14 +78,14 @@ def _read(task: TaskSpec, source: Path, *, labelled: bool = True) -> _Read:
         images.require_known(source)
         names = images.names(source, labelled=labelled)
         y = images.labels(names, task.classes) if labelled else np.zeros(0, np.int64)
-        x = preprocess.apply(task, images.load(task, source, names))
+        x = preprocessing.apply(task, images.load(task, source, names))
         return x, y, images.split_numbers(source, names), images.sensitive_flags(source, names)
-    if source.suffix.lower() in table.SUFFIXES:
-        found = table.read(table.schema_of(task), source, labelled=labelled)
+    if source.suffix.lower() in tables.SUFFIXES:
+        found = tables.read(tables.schema_of(task), source, labelled=labelled)
     else:
         found = arrays.read(source, labelled=labelled)
     n = len(found["x"])
     y = class_numbers(found["y"], n, task.n_classes, f"{source}: y") if labelled else np.zeros(0, np.int64)
     with failing_as(ConfigError, str(source), on=ConfigError):
-        x = preprocess.apply(task, found["x"])
+        x = preprocessing.apply(task, found["x"])
     return x, y, found.get("split"), found.get("sensitive", np.zeros(n, dtype=np.bool_))

@@ -19,14 +19,14 @@ import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError, failing_as
-from fedge.loading import FAILURES, hold
-from fedge.task import TaskSpec
+from fedge.models.weights import with_network
+from fedge.system.loading import FAILURES, hold
 from fedge.tasks import arrays
 from fedge.tasks.pool import Pool
 from fedge.tasks.pool import pool as read_pool
 from fedge.tasks.specs import spec_of_arrays
-from fedge.weights import with_network
 
 _CHANNELS = (1, 3)  # of an image: grey or colour
 

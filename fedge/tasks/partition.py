@@ -14,17 +14,17 @@ import numpy as np
 from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
-from fedge import preprocess
-from fedge.config import CODE, AtLeastOne
+from fedge.data import preprocessing
+from fedge.data.task import TEST, TRAIN, VALIDATION, TaskSpec
 from fedge.errors import ConfigError
-from fedge.help import Heading
-from fedge.task import TEST, TRAIN, VALIDATION, TaskSpec
+from fedge.models.weights import Adapt, ModelName, Weights, with_network
+from fedge.settings import CODE, AtLeastOne
+from fedge.system.help import Heading
 from fedge.tasks import partitioners
 from fedge.tasks.data import DeviceData
 from fedge.tasks.partitioners import FEWEST, FEWEST_BLOCKS, MIN_SAMPLES, Ints, Milder, Sizes, Units, units_of
 from fedge.tasks.pool import Pool, pool
 from fedge.tasks.sampling import n_validation, spread
-from fedge.weights import Adapt, ModelName, Weights, with_network
 
 TEST_SHARE: Final = 0.25  # scmoe_pfl.md section 3
 _APART, _CODES = 1, 2  # separate random streams
@@ -276,10 +276,10 @@ def set_apart(pool: Pool, share: float, *, seed: int, turns: int = 1) -> tuple[P
 def share_data(task: TaskSpec, share: Share) -> DeviceData:
     """A share as its device's worker sees it, without writing a file."""
     return DeviceData(
-        x_train=preprocess.apply(task, share.x_train),
+        x_train=preprocessing.apply(task, share.x_train),
         y_train=share.y_train,
         sensitive=share.sensitive,
-        x_val=preprocess.apply(task, share.x_val),
+        x_val=preprocessing.apply(task, share.x_val),
         y_val=share.y_val,
         sensitive_val=share.sensitive_val,
     )

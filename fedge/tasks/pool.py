@@ -15,12 +15,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from fedge import images, table
+from fedge.data import images, tables
+from fedge.data.labels import class_numbers
+from fedge.data.npz import INPUT_BYTES, require_room
+from fedge.data.task import Preprocessing, TaskSpec
 from fedge.errors import ConfigError, failing_as
-from fedge.labels import class_numbers
-from fedge.loading import load_object
-from fedge.npz import INPUT_BYTES, require_room
-from fedge.task import Preprocessing, TaskSpec
+from fedge.system.loading import load_object
 from fedge.tasks import arrays, har, speech
 from fedge.tasks.device import device_data
 from fedge.tasks.specs import task_spec
@@ -85,7 +85,7 @@ def pool(task_name: str, data: Path | None = None, *, seed: int = 0, limit: int 
     elif data is not None and task_name in _READERS:
         held = _READERS[task_name](data)
     elif data is not None and task_name.endswith(".toml"):
-        held = table.read(table.schema_of(spec), data)
+        held = tables.read(tables.schema_of(spec), data)
     else:
         raise ConfigError(f"task {task_name} does not bring its samples: say where they are (--data)")
     y = class_numbers(held["y"], len(held["x"]), spec.n_classes, f"{data or task_name}: y")

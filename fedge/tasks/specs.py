@@ -10,16 +10,16 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from fedge import images
+from fedge.data import images
+from fedge.data.scaling import told
+from fedge.data.tables import read_schema
+from fedge.data.task import Preprocessing, TaskSpec
 from fedge.errors import MALFORMED, ConfigError, failing_as
-from fedge.files import write_atomically
-from fedge.loading import FAILURES, reason_of, require_allowed
-from fedge.scaling import told
-from fedge.table import read_schema
-from fedge.task import Preprocessing, TaskSpec
+from fedge.system.files import write_atomically
+from fedge.system.loading import FAILURES, reason_of, require_allowed
+from fedge.system.text import nearest
 from fedge.tasks import arrays
 from fedge.tasks.data import user_task
-from fedge.text import nearest
 
 _DIGITS: Final = tuple("0123456789")
 _CLOTHES: Final = (
@@ -126,7 +126,7 @@ def _of_class(path: str, data: Path | None) -> TaskSpec:
     except FAILURES as error:
         raise ConfigError(f"{path}.spec fails with {reason_of(error)}") from error
     if not isinstance(task, TaskSpec):
-        raise ConfigError(f"{path}.spec returned {type(task).__name__}, not a fedge.task.TaskSpec")
+        raise ConfigError(f"{path}.spec returned {type(task).__name__}, not a fedge.data.task.TaskSpec")
     return msgspec.structs.replace(task, name=path)
 
 

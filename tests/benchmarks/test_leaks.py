@@ -23,7 +23,7 @@ from benchmarks.leaks import (
     shares_in_mixture,
     shares_of,
 )
-from fedge.sgd import Sgd
+from fedge.steps.sgd import Sgd
 
 N_CLASSES = 4
 

@@ -19,10 +19,10 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from coordinator.methods import MethodSettings
-from coordinator.methods.cfic import Cfic
-from coordinator.options import check, method_and_options
-from fedge.tensors import Layout, TensorInfo
+from coordinator.methods.method import MethodSettings
+from coordinator.methods.options import check, method_and_options
+from coordinator.methods.papers.cfic import Cfic
+from fedge.tensors.layout import Layout, TensorInfo
 
 ROOT = Path(__file__).parent.parent.parent
 BENCHMARKS = ROOT / "benchmarks"

@@ -20,7 +20,7 @@ os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
 import click
 
-from fedge.broker import mosquitto_path
+from fedge.commands.broker import mosquitto_path
 from tests.chaos.programs import FAKETIME, preload
 from tests.chaos.rounds import Weather
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import msgspec
 
-from coordinator.fleet import Device
-from edge_agent.outbox import Outbox
-from fedge.messages import Ack, Order, Outcome, Report, Why, decode, encode
-from fedge.step import REFUSALS, Refusal
+from coordinator.store.records import Device
+from edge_agent.agent.outbox import Outbox
+from fedge.steps.contract import REFUSALS, Refusal
+from fedge.wire.messages import Ack, Order, Outcome, Report, Why, decode, encode
 from tests.support.federation import Federation
 
 Rows = dict[str, tuple[str, bytes | None]]

@@ -10,9 +10,9 @@ from types import TracebackType
 from typing import Final, Self
 
 from fedge.errors import TransportError
-from fedge.sealed import unsealed
-from fedge.topics import Topics
-from fedge.transport import BrokerSettings, Inbound, Transport
+from fedge.membership.signed_messages import unsealed
+from fedge.wire.topics import Topics
+from fedge.wire.transport import BrokerSettings, Inbound, Transport
 
 LEAVES: Final = ("orders", "reports", "acks", "context", "wants", "status")
 KEPT: Final = 2000

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
-from fedge.streams import connection
+from fedge.wire.streams import connection
 from tests.support.tcp import TcpServer
 
 PIECE: Final = 16 * 1024

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Final
 
 PRELOADED: Final = (
-    "fedge.cli", "coordinator.cli", "edge_agent.cli", "edge_agent.agent", "edge_agent.worker", "coordinator.service",
-    "coordinator.methods", "deploy.serve_cli", "deploy.install_cli", "deploy.runtime", "deploy.server", "export.bundle",
-    "export.parity", "onnxscript", "fedge.models", "fedge.tasks", "fedge.transport", "tests.chaos.programs",
+    "fedge.commands.cli", "coordinator.service.cli", "edge_agent.agent.cli", "edge_agent.agent", "edge_agent.device.worker", "coordinator.service",
+    "coordinator.methods", "deploy.commands.serve", "deploy.commands.install", "deploy.inference.runtime", "deploy.serving.server", "export.bundle",
+    "export.parity", "onnxscript", "fedge.models", "fedge.tasks", "fedge.wire.transport", "tests.chaos.programs",
 )  # fmt: skip
 PR_SET_PDEATHSIG: Final = 1
 FAKETIME: Final = next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), None)
@@ -117,6 +117,6 @@ def _run(words: list[str], log: Path, clock: Path, ahead: Synchronized[float], m
         now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (now + memory, now + memory))
     sys.argv = ["fedge", *words]
-    from fedge.cli import main
+    from fedge.commands.cli import main
 
     sys.exit(main())

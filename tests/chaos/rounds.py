@@ -22,18 +22,18 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from coordinator.fleet import Answer
-from coordinator.fleet.simulated import SimulatedFleet
-from coordinator.methods import State
-from coordinator.methods.dbe import DbeState
-from coordinator.methods.fedavg import FedAvgState
-from coordinator.methods.fedge import FedgeState
-from coordinator.methods.personal_layers import PersonalState
-from edge_agent.worker import Worker
-from fedge.broker import LocalBroker
-from fedge.identity import Role
-from fedge.step import Action
-from fedge.transport import BrokerSettings
+from coordinator.fleet.fleet import Answer
+from coordinator.fleet.simulated.fleet import SimulatedFleet
+from coordinator.methods.baselines.dbe import DbeState
+from coordinator.methods.baselines.fedavg import FedAvgState
+from coordinator.methods.baselines.personal_layers import PersonalState
+from coordinator.methods.method import State
+from coordinator.methods.papers.fedge import FedgeState
+from edge_agent.device.worker import Worker
+from fedge.commands.broker import LocalBroker
+from fedge.identity.names import Role
+from fedge.steps.contract import Action
+from fedge.wire.transport import BrokerSettings
 from tests.chaos import audit, disk
 from tests.chaos.echo import Echo
 from tests.chaos.network import Network

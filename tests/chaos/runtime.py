@@ -12,10 +12,10 @@ from typing import Any, Final
 
 import aiohttp
 
-from deploy.install_cli import install_in
-from deploy.slots import owned
-from fedge.broker import free_port
-from fedge.bundle import read
+from deploy.commands.install import install_in
+from deploy.updates.slots import owned
+from fedge.bundle.manifest import read
+from fedge.commands.broker import free_port
 from tests.chaos.programs import Program
 from tests.deploy.bundles import variant
 from tests.deploy.serving import body, golden

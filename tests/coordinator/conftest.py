@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator import service
-from coordinator.fleet import checking
-from fedge.task import TaskSpec
-from fedge.tensors import Layout, Model
+from coordinator.fleet.mqtt import checking
+from coordinator.service import service
+from fedge.data.task import TaskSpec
+from fedge.tensors.layout import Layout, Model
 from tests.support.learners import first_model
 
 
@@ -21,7 +21,7 @@ def checked_in_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 def no_torch(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The first model without the seconds that its child needs for torch: the seed of each that was made.
 
-    `coordinator.checks.first_model` has its own tests.
+    `coordinator.service.checks.first_model` has its own tests.
     """
     seeds: list[int] = []
 

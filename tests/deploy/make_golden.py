@@ -14,21 +14,21 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+from deploy.engines import ENGINES
+from fedge.messages import Role
+from fedge.preprocess import apply
+from fedge.task import Preprocessing, TaskSpec
+from fedge.validation import Validation
 from msgspec.structs import replace
 
 import deploy
-from deploy.engines import ENGINES
 from export import Candidate, GateWeights, Guard, Mixture, write_bundle
 from export.int8 import Int8Limits, quantise
 from export.parity import expected
 from fedge.bundle import read
-from fedge.messages import Role
 from fedge.models import initial
 from fedge.models.training import Network
-from fedge.preprocess import apply
-from fedge.task import Preprocessing, TaskSpec
 from fedge.tensors import Model
-from fedge.validation import Validation
 
 GOLDEN = Path(__file__).parent / "golden"
 TASK = TaskSpec(

@@ -5,8 +5,8 @@ from datetime import UTC, datetime, timedelta
 from securesystemslib.signer import CryptoSigner
 from tuf.api.metadata import Metadata, MetaFile, Root, Snapshot, TargetFile, Targets, Timestamp
 
-from fedge.messages import Announcement, encode
-from fedge.rollout import signed_bytes
+from fedge.wire.messages import Announcement, encode
+from fedge.wire.rollout import signed_bytes
 
 TOP = (Root.type, Targets.type, Snapshot.type, Timestamp.type)
 LATER = datetime.now(UTC).replace(microsecond=0) + timedelta(days=30)

@@ -29,7 +29,7 @@ async def process(
     Its log is printed at the end: pytest shows it where a test fails.
     """
     child = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "fedge.cli", "serve", "--json", "--port", "0", *map(str, arguments),
+        sys.executable, "-m", "fedge", "serve", "--json", "--port", "0", *map(str, arguments),
         stdout=PIPE, stderr=PIPE, env=os.environ | environment,
     )  # fmt: skip
     assert child.stdout is not None

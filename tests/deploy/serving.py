@@ -6,9 +6,9 @@ from contextlib import asynccontextmanager
 
 import numpy as np
 
-from deploy.batching import Batcher
-from deploy.runtime import load
-from deploy.serving import Fixed, Served
+from deploy.inference.runtime import load
+from deploy.serving.batching import Batcher
+from deploy.serving.endpoints import Fixed, Served
 
 from .bundles import GOLDEN
 

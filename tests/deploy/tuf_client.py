@@ -1,6 +1,7 @@
 """Our client of signed repositories behind the command line that tuf-conformance drives (its CLIENT-CLI.md).
 
-What is under test is `deploy.trust.Trust`; only where bytes come from is different: a web server instead of a broker.
+What is under test is `deploy.updates.trust.Trust`; only where bytes come from is different: a web server instead of a
+broker.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import click
 from tuf.api.exceptions import DownloadHTTPError
 from tuf.ngclient import FetcherInterface
 
-from deploy import trust
+from deploy.updates import trust
 from fedge.errors import FedgeError
 
 

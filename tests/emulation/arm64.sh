@@ -90,7 +90,7 @@ test_board() {
         /opt/deploy/bin/python - <<END
 import platform, numpy as np, onnxruntime, deploy
 print(f"{platform.machine()}, Python {platform.python_version()}, ONNX Runtime {onnxruntime.__version__}:")
-for folder, engine, name in [("", "fused", ""), *(("engines/", e, f"{e}_") for e in deploy.engines.ENGINES)]:
+for folder, engine, name in [("", "fused", ""), *(("engines/", e, f"{e}_") for e in deploy.inference.engines.ENGINES)]:
     with np.load(f"tests/deploy/golden/{folder}expected.npz") as golden:
         found = deploy.load(f"tests/deploy/golden/{folder}bundle", engine=engine).predict(golden["x"])
         worst = abs(found.probabilities - golden[f"{name}probabilities"]).max()

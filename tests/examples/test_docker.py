@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from fedge.cli import command
+from fedge.commands.cli import command
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "examples" / "docker"

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from methods.fedasync import FedAsync, FedAsyncState
 
-from coordinator.methods import MethodSettings, dump
+from coordinator.methods.method import MethodSettings, dump
 from coordinator.simulation.rounds import run
-from fedge.broker import LocalBroker
+from fedge.commands.broker import LocalBroker
 from tests.support.federation import ROOT, Federation, same, settings
 from tests.support.simulation import digits
 from tests.support.streams import record_of, replay_of

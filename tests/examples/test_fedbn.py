@@ -12,16 +12,18 @@ from methods.fedbn import write_cameras
 
 from coordinator.simulation.run import simulate
 from coordinator.simulation.settings import Scenario
-from edge_agent.device import PERSONAL, Kept, decoded, newest
-from fedge import codec, models
-from fedge.broker import LocalBroker
-from fedge.bundle import read
-from fedge.messages import Codec, Order, Report, blobs_of, decode
-from fedge.step import installed_steps, read_action, read_result
+from edge_agent.device.device import PERSONAL, Kept, decoded, newest
+from fedge.bundle.manifest import read
+from fedge.commands.broker import LocalBroker
+from fedge.models import network
+from fedge.steps.contract import installed_steps, read_action, read_result
 from fedge.tasks import task_spec
-from fedge.tensors import TensorInfo, Tensors, from_bytes
-from fedge.topics import Topics
-from fedge.transport import Inbound
+from fedge.tensors import codecs
+from fedge.tensors.codecs import Codec
+from fedge.tensors.layout import TensorInfo, Tensors, from_bytes
+from fedge.wire.messages import Order, Report, blobs_of, decode
+from fedge.wire.topics import Topics
+from fedge.wire.transport import Inbound
 from tests.support.broker import transport
 from tests.support.federation import NAME, ROOT, Federation
 
@@ -78,7 +80,7 @@ async def test_no_byte_of_a_normalisation_travels(
     federation = Federation(mosquitto, tmp_path, devices=devices)
     write_cameras(tmp_path, len(devices), limit=300)
     task = task_spec(str(tmp_path / "task.json"), allow=[NETWORK])
-    layout, _ = models.initial(task, 0)
+    layout, _ = network.initial(task, 0)
     spy, everything = Spy(), transport(mosquitto, "spy")
     await everything.subscribe(f"{Topics(NAME).prefix}/#", spy.note)
     async with everything, federation:
@@ -91,7 +93,7 @@ async def test_no_byte_of_a_normalisation_travels(
     assert len(spy.blobs.keys() & named.keys()) >= 3 * len(devices)
     shared = layout.without(NORM)
     for digest, data in spy.blobs.items():
-        codec.decode(data, named[digest], shared)  # refused if it held any other tensor
+        codecs.decode(data, named[digest], shared)  # refused if it held any other tensor
 
     own = [_normalisation(tmp_path / device, shared.tensors) for device in devices]
     assert all(_differ(mine, other) for i, mine in enumerate(own) for other in own[:i])

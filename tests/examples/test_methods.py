@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.methods import method_class
-from coordinator.options import check, method_and_options
-from fedge.step import known_steps
+from coordinator.methods.method import method_class
+from coordinator.methods.options import check, method_and_options
+from fedge.steps.contract import known_steps
 from tests.support.cli_reference import commands
 
 FILES = sorted((Path(__file__).parents[2] / "examples" / "methods").glob("*.py"))

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from methods.pfedme import PFedMe
 
-from coordinator.fleet.simulated import SimulatedFleet
-from coordinator.methods import MethodSettings
+from coordinator.fleet.simulated.fleet import SimulatedFleet
+from coordinator.methods.method import MethodSettings
 from coordinator.simulation.rounds import run
-from edge_agent.worker import Worker
-from fedge.broker import LocalBroker
+from edge_agent.device.worker import Worker
+from fedge.commands.broker import LocalBroker
 from fedge.models.training import Network
-from fedge.step import installed_steps, known_steps
-from fedge.tensors import Model, unflatten
+from fedge.steps.contract import installed_steps, known_steps
+from fedge.tensors.layout import Model, unflatten
 from tests.support.federation import ROOT, Federation
 from tests.support.simulation import digits, predicted
 

@@ -12,13 +12,13 @@ import export.branch as branch_module
 from export.branch import branch
 from export.graph import single
 from export.parity import run
-from fedge.bundle import slot
+from fedge.bundle.manifest import slot
+from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError
-from fedge.files import cache_folder
-from fedge.loading import hold
-from fedge.models import initial
-from fedge.task import TaskSpec
-from fedge.tensors import to_bytes, unflatten
+from fedge.models.network import initial
+from fedge.system.files import cache_folder
+from fedge.system.loading import hold
+from fedge.tensors.layout import to_bytes, unflatten
 
 
 def task(model, shape=(1, 8, 8)):

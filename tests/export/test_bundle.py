@@ -7,13 +7,14 @@ from msgspec import UNSET
 import deploy
 import export.parity
 from export import Candidate, GateWeights, Guard, Mixture, write_bundle
-from fedge.bundle import BRANCH, MANIFEST, OUTLIER_BELOW, SKELETON, decode
-from fedge.energies import reference
+from fedge.bundle.energies import reference
+from fedge.bundle.manifest import BRANCH, MANIFEST, OUTLIER_BELOW, SKELETON, decode
+from fedge.data.task import TaskSpec, gate_pool
 from fedge.errors import UpdateRejected
-from fedge.messages import Role
-from fedge.models import initial
-from fedge.task import TaskSpec, gate_pool
-from fedge.tensors import digest_of, to_bytes, unflatten
+from fedge.models.network import initial
+from fedge.system.files import digest_of
+from fedge.tensors.layout import to_bytes, unflatten
+from fedge.wire.messages import Role
 from tests.support.tables import mixture_of, write
 
 IMAGES = TaskSpec(name="images", classes=("a", "b", "c"), input_shape=(2, 20, 28), model="cnn")

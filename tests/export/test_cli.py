@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 import deploy
 from export.cli import export, newest
-from fedge.bundle import MANIFEST, SKELETON
+from fedge.bundle.manifest import MANIFEST, SKELETON
 from fedge.errors import ConfigError, UpdateRejected
 from tests.support.tables import mixture_of, write
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from coordinator.server_data import Gate
+from coordinator.methods.server.learning import Gate
 from export.gate import gate_onnx, pooling
-from fedge.ort import onnxruntime
+from fedge.bundle.runtime import onnxruntime
 
 
 def made(input_shape: tuple[int, ...], n_experts: int = 5, trunk: str = "auto") -> tuple[Gate, bytes]:

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 import deploy
 from export import Candidate, GateWeights, Guard, Mixture, write_bundle
 from export.parity import expected
-from fedge.bundle import SKELETON
-from fedge.fusion import n_gate_features
-from fedge.messages import Role
-from fedge.models import initial
-from fedge.task import TaskSpec, gate_pool
+from fedge.bundle.formula import n_gate_features
+from fedge.bundle.manifest import SKELETON
+from fedge.data.task import TaskSpec, gate_pool
+from fedge.models.network import initial
+from fedge.wire.messages import Role
 from tests.support.tables import by_formula, inputs, layout_of, mixture_of, task_of, write
 
 FOUR = [Role.PRIVATE, Role.GLOBAL, Role.EXPERT, Role.LOCAL]

@@ -16,14 +16,14 @@ import deploy
 from export import Candidate, GateWeights, Mixture, write_bundle
 from export.cli import export
 from export.int8 import Int8Limits, quantise
-from fedge.bundle import INT8, read
+from fedge.bundle.graph_reader import largest_int8
+from fedge.bundle.manifest import INT8, read
+from fedge.data.task import TaskSpec
+from fedge.data.validation import Validation
 from fedge.errors import ConfigError, UpdateRejected
-from fedge.messages import Role
-from fedge.models import initial
+from fedge.models.network import initial
 from fedge.models.training import Network
-from fedge.onnx_wire import largest_int8
-from fedge.task import TaskSpec
-from fedge.validation import Validation
+from fedge.wire.messages import Role
 
 TASK = TaskSpec(
     name="digits", classes=tuple("0123456789"), input_shape=(1, 8, 8), model="mlp", model_options={"hidden": 32}

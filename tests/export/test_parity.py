@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from export import parity
-from fedge import models
-from fedge.bundle import read
+from fedge.bundle.manifest import read
+from fedge.data.task import TaskSpec
 from fedge.errors import UpdateRejected
-from fedge.task import TaskSpec
-from fedge.tensors import Layout, Model, flatten, unflatten
+from fedge.models import network
+from fedge.tensors.layout import Layout, Model, flatten, unflatten
 from tests.support.tables import inputs, layout_of, mixture_of, task_of, write
 
 TASK = TaskSpec(name="toy", classes=("a", "b", "c"), input_shape=(6,), model="mlp", model_options={"hidden": 4})
@@ -25,8 +25,8 @@ def test_at_most_256_validation_samples_are_compared_and_random_ones_where_there
 
 
 def test_logits_are_those_of_each_model() -> None:
-    layout, first = models.initial(TASK, 0)
-    _, second = models.initial(TASK, 1)
+    layout, first = network.initial(TASK, 0)
+    _, second = network.initial(TASK, 1)
     x = np.random.default_rng(0).normal(size=(5, 6)).astype(np.float32)
     together = parity.logits_of(TASK, layout, [first, second], x)
     assert together.shape == (2, 5, 3)
@@ -82,7 +82,7 @@ ROUTED = TaskSpec(
 
 def undecided() -> tuple[Layout, Model]:
     """A network whose routers say the same of both routes."""
-    layout, model = models.initial(ROUTED, 0)
+    layout, model = network.initial(ROUTED, 0)
     tensors = unflatten(model, layout)
     return layout, flatten({n: np.zeros_like(t) if "router" in n else t for n, t in tensors.items()}, layout)
 

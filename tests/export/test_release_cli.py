@@ -6,10 +6,10 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from deploy.trust import Trust, install_root
+from deploy.updates.trust import Trust, install_root
 from export.release_cli import release
 from export.signing import Repository
-from fedge.bundle import decode, look
+from fedge.bundle.manifest import decode, look
 from fedge.errors import ConfigError
 from tests.deploy.bundles import other_gate, variant
 

@@ -6,10 +6,10 @@ import stat
 
 import pytest
 
-from deploy.trust import Trust, install_root
+from deploy.updates.trust import Trust, install_root
 from export.signing import ROLES, Repository
 from fedge.errors import ConfigError, UpdateRejected
-from fedge.messages import MAX_ROOTS, Rollout, encode
+from fedge.wire.messages import MAX_ROOTS, Rollout, encode
 from tests.deploy.bundles import digest, other_gate, variant
 from tests.support.clock import Clock
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.methods.fedavg import FedAvgState
-from fedge.broker import LocalBroker
+from coordinator.methods.baselines.fedavg import FedAvgState
+from fedge.commands.broker import LocalBroker
 from tests.faults.test_kill_coordinator import DEVICES, counted_once
 from tests.support.federation import Federation, Running, same, settings
 

@@ -16,13 +16,17 @@ import msgspec
 import numpy as np
 import pytest
 
-from coordinator.methods.fedavg import FedAvgState
-from fedge.broker import LocalBroker
-from fedge.messages import (
+from coordinator.methods.baselines.fedavg import FedAvgState
+from fedge.commands.broker import LocalBroker
+from fedge.steps.contract import Declined, Result
+from fedge.steps.descriptions.profile import Profiled
+from fedge.system.files import digest_of
+from fedge.tensors.codecs import Codec
+from fedge.tensors.layout import from_bytes, to_bytes
+from fedge.wire.messages import (
     MAX_MESSAGE_BYTES,
     Ack,
     BlobRef,
-    Codec,
     Context,
     Health,
     Message,
@@ -36,10 +40,7 @@ from fedge.messages import (
     Why,
     encode,
 )
-from fedge.step import Declined, Result
-from fedge.steps.profile import Profiled
-from fedge.tensors import digest_of, from_bytes, to_bytes
-from fedge.transport import Inbound
+from fedge.wire.transport import Inbound
 from tests.support.device import RawDevice, trained
 from tests.support.federation import Federation, Running, same, settings
 from tests.support.peer import action_of

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from deploy.answering import Answering
-from deploy.examination import Limits
-from deploy.install_cli import install_in
-from deploy.slots import Slots, owned
-from fedge.bundle import read
+from deploy.commands.install import install_in
+from deploy.updates.answering import Answering
+from deploy.updates.examination import Limits
+from deploy.updates.slots import Slots, owned
+from fedge.bundle.manifest import read
 from fedge.errors import StoreError
-from fedge.files import volatile
+from fedge.system.files import volatile
 from tests.deploy.bundles import digest, other_gate, source, variant
 from tests.deploy.serving import golden
 

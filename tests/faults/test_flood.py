@@ -8,11 +8,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from coordinator.fleet.mqtt import MAX_STRANGERS
-from fedge.broker import LocalBroker
-from fedge.logs import LINES_PER_MINUTE
-from fedge.messages import Presence, Status, encode
-from fedge.topics import Topics
+from coordinator.fleet.mqtt.fleet import MAX_STRANGERS
+from fedge.commands.broker import LocalBroker
+from fedge.system.logs import LINES_PER_MINUTE
+from fedge.wire.messages import Presence, Status, encode
+from fedge.wire.topics import Topics
 from tests.support.broker import say
 from tests.support.federation import NAME, Federation
 

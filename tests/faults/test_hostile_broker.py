@@ -14,31 +14,19 @@ import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
-from coordinator.fleet.orders import OrderStatus
-from edge_agent.worker import Worker
-from fedge.identity import CRL, Role
-from fedge.masking import Member, member, write_roster
-from fedge.messages import (
-    Ack,
-    Context,
-    Health,
-    Outcome,
-    Phase,
-    Presence,
-    Report,
-    Status,
-    Want,
-    Why,
-    encode,
-)
-from fedge.sealed import Envelope, Signed
-from fedge.step import Action, Declined, Result
-from fedge.steps.mask_keys import KeysMade, MaskKeys
-from fedge.steps.mask_shares import MaskShares, SharesMade
-from fedge.steps.train import Trained
+from coordinator.store.records import OrderStatus
+from edge_agent.device.worker import Worker
+from fedge.identity.names import CRL, Role
+from fedge.membership.signed_messages import Envelope, Signed
+from fedge.privacy.masked_sums import Member, member, write_roster
+from fedge.steps.contract import Action, Declined, Result
+from fedge.steps.masked.mask_keys import KeysMade, MaskKeys
+from fedge.steps.masked.mask_shares import MaskShares, SharesMade
+from fedge.steps.training.train import Trained
 from fedge.tasks import DeviceData
-from fedge.topics import Topics
-from fedge.transport import BrokerSettings, Inbound, Transport
+from fedge.wire.messages import Ack, Context, Health, Outcome, Phase, Presence, Report, Status, Want, Why, encode
+from fedge.wire.topics import Topics
+from fedge.wire.transport import BrokerSettings, Inbound, Transport
 from tests.support.device import TASK
 from tests.support.identities import Authority, OpenBroker
 from tests.support.scene import Scene, one_round, train

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import msgspec
 
-from fedge.broker import LocalBroker
-from fedge.topics import Topics
-from fedge.transport import Inbound, Transport
+from fedge.commands.broker import LocalBroker
+from fedge.wire.topics import Topics
+from fedge.wire.transport import Inbound, Transport
 from tests.support.broker import transport
 from tests.support.federation import NAME, Federation
 

@@ -16,18 +16,17 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from msgspec.structs import replace
 
-from edge_agent.masking import Masked, Session
-from fedge import fixed_point
-from fedge.codec import decode
-from fedge.fixed_point import Summand
-from fedge.masking import add_pair_mask, prg
-from fedge.messages import Codec
-from fedge.sgd import Sgd
-from fedge.shamir import SHARE_BYTES, combine
-from fedge.step import Failed, Result
-from fedge.steps.train import Trained
-from fedge.steps.train_masked import alike
-from fedge.steps.unmask import Unmasked
+from edge_agent.privacy.masking import Masked, Session
+from fedge.privacy.masked_sums import add_pair_mask, prg
+from fedge.privacy.shares import SHARE_BYTES, combine
+from fedge.steps.contract import Failed, Result
+from fedge.steps.masked.train_masked import alike
+from fedge.steps.masked.unmask import Unmasked
+from fedge.steps.sgd import Sgd
+from fedge.steps.training.train import Trained
+from fedge.tensors import fixed_point
+from fedge.tensors.codecs import Codec, decode
+from fedge.tensors.fixed_point import Summand
 from tests.support.cohort import SESSION, Cohort
 from tests.support.orders import LAYOUT, device_data, order
 

@@ -22,11 +22,11 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from fedge.background import STOP_S
-from fedge.broker import LocalBroker
-from fedge.messages import BlobRef, Order, Presence, Report
-from fedge.step import read_result
-from fedge.steps.train import Trained
+from fedge.commands.broker import LocalBroker
+from fedge.steps.contract import read_result
+from fedge.steps.training.train import Trained
+from fedge.system.background import STOP_S
+from fedge.wire.messages import BlobRef, Order, Presence, Report
 from tests.support.broker import local_broker
 from tests.support.peer import WAIT_S, Peer, action_of, order_of, train
 from tests.support.waiting import until
@@ -105,7 +105,7 @@ async def test_sigterm_ends_who_waits_for_a_broker_that_says_nothing(tmp_path: P
     np.savez(tmp_path / "d.npz", x=np.zeros((20, 8, 8), np.float32), y=np.arange(20) % 10)
     own = ("--id", "cam0", "--data", tmp_path / "d.npz") if role == "agent" else ("--method", "fedavg")
     where = ("--broker", f"127.0.0.1:{server.getsockname()[1]}", "--federation", "f", "--task", "digits")
-    command = (sys.executable, "-m", "fedge.cli", role, *where, "--home", tmp_path / role, *own)
+    command = (sys.executable, "-m", "fedge", role, *where, "--home", tmp_path / role, *own)
     process = await asyncio.create_subprocess_exec(*map(str, command), cwd=ROOT)
     try:
         async with asyncio.timeout(WAIT_S):

@@ -17,18 +17,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from coordinator.fleet.orders import OrderStatus
-from coordinator.fleet.simulated import SimulatedFleet
-from coordinator.methods import MethodSettings, load, make
-from coordinator.methods.fedavg import FedAvgState
-from coordinator.store import Store
-from edge_agent.batched import one_by_one
-from edge_agent.worker import Worker
-from fedge.broker import LocalBroker
-from fedge.models import initial
-from fedge.sgd import Sgd
+from coordinator.fleet.simulated.fleet import SimulatedFleet
+from coordinator.methods.baselines.fedavg import FedAvgState
+from coordinator.methods.method import MethodSettings, load, make
+from coordinator.store.records import OrderStatus
+from coordinator.store.store import Store
+from edge_agent.device.worker import Worker
+from edge_agent.learning.batched import one_by_one
+from fedge.commands.broker import LocalBroker
+from fedge.models.network import initial
+from fedge.steps.sgd import Sgd
 from fedge.tasks import Partitioning, device_data, partition, pool, task_spec, write_share
-from fedge.tensors import unflatten
+from fedge.tensors.layout import unflatten
 from tests.support.broker import local_broker
 
 ROOT = Path(__file__).parents[2]
@@ -58,7 +58,7 @@ def shares(tmp_path: Path) -> dict[str, Path]:
 @contextlib.asynccontextmanager
 async def fedge(*arguments: object) -> AsyncIterator[Process]:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "fedge.cli", *map(str, arguments), "--json"), stdout=PIPE, cwd=ROOT
+        *(sys.executable, "-m", "fedge", *map(str, arguments), "--json"), stdout=PIPE, cwd=ROOT
     )
     try:
         yield process

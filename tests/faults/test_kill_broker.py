@@ -9,9 +9,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from coordinator.methods.fedavg import FedAvgState
-from fedge.messages import Codec
+from coordinator.methods.baselines.fedavg import FedAvgState
 from fedge.tasks import task_spec
+from fedge.tensors.codecs import Codec
 from tests.support.broker import BROKERS, local_broker
 from tests.support.federation import Federation, Running, same, settings
 from tests.support.waiting import until

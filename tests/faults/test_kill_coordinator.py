@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.methods import State
-from coordinator.methods.fedavg import FedAvgState
-from coordinator.methods.fedge import FedgeState
-from fedge.broker import LocalBroker
+from coordinator.methods.baselines.fedavg import FedAvgState
+from coordinator.methods.method import State
+from coordinator.methods.papers.fedge import FedgeState
+from fedge.commands.broker import LocalBroker
 from tests.support.federation import Federation, same, settings
 
 DEVICES = ("cam0", "cam1", "cam2")

@@ -8,9 +8,9 @@ from __future__ import annotations
 import sqlite3
 from pathlib import Path
 
-from coordinator.methods.fedavg import FedAvgState
-from coordinator.protection import Protection
-from fedge.broker import LocalBroker
+from coordinator.aggregation.protection import Protection
+from coordinator.methods.baselines.fedavg import FedAvgState
+from fedge.commands.broker import LocalBroker
 from tests.support.federation import Federation, same, settings
 from tests.support.waiting import until
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from coordinator.methods import State
-from coordinator.methods.fedbuff import FedBuffState
-from coordinator.methods.fedge import FedgeState
-from fedge.broker import LocalBroker
+from coordinator.methods.baselines.fedbuff import FedBuffState
+from coordinator.methods.method import State
+from coordinator.methods.papers.fedge import FedgeState
+from fedge.commands.broker import LocalBroker
 from tests.support.federation import Federation, same, settings
 from tests.support.streams import record_of, replay_of, stand_still_in_mid_round
 from tests.support.waiting import until

@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 
 from benchmarks.load import TOPICS, Device
-from coordinator.checks import first_model
-from coordinator.database import database
-from coordinator.methods import load
-from coordinator.methods.fedavg import FedAvgState
-from coordinator.methods.fedbuff import FedBuffState
-from coordinator.store import Store
-from fedge.broker import LocalBroker
-from fedge.messages import Order, Report
+from coordinator.methods.baselines.fedavg import FedAvgState
+from coordinator.methods.baselines.fedbuff import FedBuffState
+from coordinator.methods.method import load
+from coordinator.service.checks import first_model
+from coordinator.store.database import database
+from coordinator.store.store import Store
+from fedge.commands.broker import LocalBroker
 from fedge.tasks import task_spec
+from fedge.wire.messages import Order, Report
 from tests.support.broker import settings
 from tests.support.federation import Running, words
 from tests.support.postgres import new_database

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.fleet.mqtt import TWICE, MqttFleet
-from coordinator.store import Store
-from fedge.broker import LocalBroker
-from fedge.messages import Presence
-from fedge.topics import Topics
-from fedge.transport import Transport
+from coordinator.fleet.mqtt.fleet import TWICE, MqttFleet
+from coordinator.store.store import Store
+from fedge.commands.broker import LocalBroker
+from fedge.wire.messages import Presence
+from fedge.wire.topics import Topics
+from fedge.wire.transport import Transport
 from tests.support.broker import settings
 from tests.support.device import LAYOUT, TASK
 from tests.support.waiting import until

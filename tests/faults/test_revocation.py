@@ -6,8 +6,8 @@ import json
 import time
 from pathlib import Path
 
-from fedge.cli import main
-from fedge.transport import CHECK_REVOKED
+from fedge.commands.cli import main
+from fedge.wire.transport import CHECK_REVOKED
 from tests.support.federation import Federation, Running
 from tests.support.identities import Authority, TlsBroker
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from fedge.broker import LocalBroker
+from fedge.commands.broker import LocalBroker
 from tests.support.federation import Federation
 from tests.support.waiting import until
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from coordinator.fleet.checking import SMALL
-from coordinator.methods.fedavg import FedAvgState
-from fedge.background import STOP_S
-from fedge.broker import LocalBroker
-from fedge.models import initial
+from coordinator.fleet.mqtt.checking import SMALL
+from coordinator.methods.baselines.fedavg import FedAvgState
+from fedge.commands.broker import LocalBroker
+from fedge.models.network import initial
+from fedge.system.background import STOP_S
 from fedge.tasks import task_spec
 from tests.support.federation import Federation, Running, same, settings
 from tests.support.waiting import until
@@ -28,7 +28,7 @@ def checkers(coordinator: Running) -> list[psutil.Process]:
     found = []
     for child in psutil.Process(coordinator.process.pid).children():
         with contextlib.suppress(psutil.Error):  # a process for something else, which has just ended
-            if "coordinator.fleet.checking:checked" in child.cmdline():
+            if "coordinator.fleet.mqtt.checking:checked" in child.cmdline():
                 found.append(child)
     return found
 

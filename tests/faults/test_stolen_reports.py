@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.fleet.mqtt import TWICE
-from edge_agent.agent import Agent, Identity
-from fedge.steps.train import Trained
-from fedge.topics import Topics
-from fedge.transport import Inbound, Transport
+from coordinator.fleet.mqtt.fleet import TWICE
+from edge_agent.agent.loop import Agent, Identity
+from fedge.steps.training.train import Trained
+from fedge.wire.topics import Topics
+from fedge.wire.transport import Inbound, Transport
 from tests.support.device import TASK
 from tests.support.identities import Authority, TlsBroker
 from tests.support.scene import Scene, Working, one_round
@@ -71,7 +71,7 @@ async def test_a_stolen_identity_silences_the_true_device_for_a_while_and_nobody
     scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its numbers are far ahead, so that the coordinator would refuse the true device as `replayed` from then on."""
-    monkeypatch.setattr("edge_agent.agent.YIELD_BASE_S", 0.5)
+    monkeypatch.setattr("edge_agent.agent.loop.YIELD_BASE_S", 0.5)
     fleet = await scene.coordinator(deadline_s=20.0)
     true = await scene.agent("cam1")
     await scene.agent("cam2")

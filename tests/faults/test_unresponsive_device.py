@@ -7,8 +7,8 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import mean
 
-from coordinator.methods.fedge import FedgeState
-from fedge.broker import LocalBroker
+from coordinator.methods.papers.fedge import FedgeState
+from fedge.commands.broker import LocalBroker
 from tests.support.federation import Federation
 
 DEVICES = ("cam0", "cam1", "cam2", "cam3", "cam4")

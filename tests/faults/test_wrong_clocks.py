@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fedge.broker import LocalBroker
+from fedge.commands.broker import LocalBroker
 from tests.support.federation import Federation
 
 DAY_S = 86400

@@ -26,26 +26,27 @@ from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 from msgspec.structs import replace
 
 from coordinator.rollout.folder import Folder
-from deploy import protocol
-from deploy.link import _read_outcome
-from deploy.server import Server
-from deploy.slots import Slots, state_of
-from deploy.trust import Trust, install_root
-from edge_agent import sparsity
-from edge_agent.outbox import Outbox
-from edge_agent.privacy_ledger import Ledger
-from edge_agent.settings import AgentSettings
-from edge_agent.steps import describe_labels
-from fedge import bundle, codec, messages, onnx_wire
-from fedge.certificates import new_key, read_request
-from fedge.config import resolve
-from fedge.egress import FILE, PRIVACY_LEDGER, rules_of
+from deploy.serving import protocol
+from deploy.serving.server import Server
+from deploy.updates.link import _read_outcome
+from deploy.updates.slots import Slots, state_of
+from deploy.updates.trust import Trust, install_root
+from edge_agent.agent.outbox import Outbox
+from edge_agent.agent.settings import AgentSettings
+from edge_agent.learning import profile
+from edge_agent.privacy.dp_ledger import Ledger
+from edge_agent.steps.descriptions import describe_labels
+from fedge.bundle import graph_reader
+from fedge.bundle import manifest as bundle
+from fedge.data.images import sensitive_flags, split_numbers
+from fedge.data.task import Preprocessing, TaskSpec
 from fedge.errors import FedgeError, ProtocolError
-from fedge.files import BlobFolder, highest_release, read_lasting
-from fedge.identity import Role
-from fedge.images import sensitive_flags, split_numbers
-from fedge.kit import Kit, seal, unseal
-from fedge.masking import (
+from fedge.identity.certificates import new_key, read_request
+from fedge.identity.names import Role
+from fedge.membership.kit import Kit, seal, unseal
+from fedge.membership.signed_messages import Envelope, Signed
+from fedge.privacy.egress import FILE, PRIVACY_LEDGER, rules_of
+from fedge.privacy.masked_sums import (
     Member,
     Roster,
     read_positions,
@@ -55,16 +56,19 @@ from fedge.masking import (
     write_roster,
     write_signatures,
 )
-from fedge.messages import Announcement, BlobRef, Codec, Order, Outcome, Report, Rollout, RolloutState
-from fedge.sealed import Envelope, Signed
-from fedge.step import body_of, installed_steps, read_action, read_result
-from fedge.streams import connection
-from fedge.task import Preprocessing, TaskSpec
+from fedge.settings import resolve
+from fedge.steps.contract import body_of, installed_steps, read_action, read_result
+from fedge.system.files import BlobFolder, highest_release, read_lasting
 from fedge.tasks import task_spec
 from fedge.tasks.arrays import class_names, read
-from fedge.tensors import Layout, TensorInfo, from_bytes, to_bytes
-from fedge.transfer import Receiving, Sending, _Part
-from fedge.transport import BrokerSettings
+from fedge.tensors import codecs
+from fedge.tensors.codecs import Codec
+from fedge.tensors.layout import Layout, TensorInfo, from_bytes, to_bytes
+from fedge.wire import messages
+from fedge.wire.messages import Announcement, BlobRef, Order, Outcome, Report, Rollout, RolloutState
+from fedge.wire.streams import connection
+from fedge.wire.transfer import Receiving, Sending, _Part
+from fedge.wire.transport import BrokerSettings
 from tests.deploy.repository import Simulator
 from tests.deploy.serving import served
 from tests.support.identities import Authority
@@ -168,10 +172,10 @@ def blob(data: bytes) -> None:
     kind = list(Codec)[number % len(Codec)]
     if number >= len(Codec):  # so that the search need not find what zstd makes of safetensors
         payload = zstandard.ZstdCompressor().compress(payload)
-    found = codec.decode(payload, kind, LAYOUT)
+    found = codecs.decode(payload, kind, LAYOUT)
     assert np.isfinite(found.params).all()
     assert np.isfinite(found.buffers).all()
-    assert np.allclose(codec.check(payload, kind, LAYOUT), codec.norms_of(found), rtol=1e-4, atol=1e-18)
+    assert np.allclose(codecs.check(payload, kind, LAYOUT), codecs.norms_of(found), rtol=1e-4, atol=1e-18)
 
 
 def difference(data: bytes) -> None:
@@ -181,7 +185,7 @@ def difference(data: bytes) -> None:
         info.name: np.zeros(info.shape, np.int64 if info.kind == "counter" else np.float32) for info in LAYOUT.tensors
     }
     change = zstandard.ZstdCompressor().compress(payload) if number else payload
-    found = from_bytes(b"".join(map(bytes, codec.apply_differences(io.BytesIO(to_bytes(base)), [change]))))
+    found = from_bytes(b"".join(map(bytes, codecs.apply_differences(io.BytesIO(to_bytes(base)), [change]))))
     assert {name: (a.shape, a.dtype) for name, a in found.items()} == {n: (a.shape, a.dtype) for n, a in base.items()}
 
 
@@ -295,8 +299,8 @@ def manifest(data: bytes) -> None:
 def graph(data: bytes) -> None:
     """A graph in ONNX's format."""
     with contextlib.suppress(ValueError):
-        onnx_wire.unbounded(memoryview(data))
-        onnx_wire.largest_int8(memoryview(data))
+        graph_reader.unbounded(memoryview(data))
+        graph_reader.largest_int8(memoryview(data))
 
 
 def metadata(data: bytes) -> None:
@@ -406,7 +410,7 @@ def state(data: bytes) -> None:
         lambda: highest_release(home),
         lambda: _read_outcome(home),
         lambda: Folder(home).read(),
-        lambda: read_lasting(home / "noise.json", msgspec.json.Decoder(sparsity.Noise).decode),
+        lambda: read_lasting(home / "noise.json", msgspec.json.Decoder(profile.Noise).decode),
         lambda: read_lasting(home / "noise.json", msgspec.json.Decoder(describe_labels.Told).decode),
         lambda: Ledger(home),
         lambda: Outbox(home / "outbox").close(),

@@ -25,8 +25,8 @@ from pathlib import Path
 import numpy as np
 
 import fedge
-from fedge.broker import LocalBroker
-from fedge.task import TaskSpec
+from fedge.commands.broker import LocalBroker
+from fedge.data.task import TaskSpec
 from fedge.tasks import write_task
 from tests.support.broker import local_broker
 
@@ -38,7 +38,7 @@ TASK = TaskSpec(name="tiny", classes=("a", "b", "c"), input_shape=(6,), model="m
 
 async def start(*words: object) -> Process:
     """A `fedge` command that tells its events."""
-    command = (sys.executable, "-m", "fedge.cli", *map(str, words), "--json")
+    command = (sys.executable, "-m", "fedge", *map(str, words), "--json")
     return await asyncio.create_subprocess_exec(*command, stdout=PIPE)
 
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.methods.fedavg import FedAvgState
-from fedge.broker import LocalBroker
-from fedge.models import initial
+from coordinator.methods.baselines.fedavg import FedAvgState
+from fedge.commands.broker import LocalBroker
+from fedge.models.network import initial
+from fedge.models.weights import needed_on_devices, with_network
 from fedge.tasks import task_spec
-from fedge.tensors import to_bytes, unflatten
-from fedge.weights import needed_on_devices, with_network
+from fedge.tensors.layout import to_bytes, unflatten
 from tests.support.federation import Federation, same, settings
 
 

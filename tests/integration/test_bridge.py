@@ -6,8 +6,8 @@ import contextlib
 from pathlib import Path
 
 from benchmarks.load import TOPICS, Device
-from coordinator.checks import first_model
-from fedge.broker import LocalBroker
+from coordinator.service.checks import first_model
+from fedge.commands.broker import LocalBroker
 from fedge.tasks import task_spec
 from tests.support.broker import settings
 from tests.support.federation import Running, words

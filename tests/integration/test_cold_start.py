@@ -13,14 +13,14 @@ import pytest
 
 import deploy
 from coordinator.aggregation import correlation
-from coordinator.methods.fedcoe import FedCoEState
-from coordinator.methods.fedge import FedgeState
-from coordinator.server_data import ServerData
+from coordinator.methods.papers.fedcoe import FedCoEState
+from coordinator.methods.papers.fedge import FedgeState
+from coordinator.methods.server.learning import ServerData
 from export import parity
-from fedge.broker import mosquitto_path
-from fedge.files import highest_release
+from fedge.commands.broker import mosquitto_path
+from fedge.system.files import highest_release
 from fedge.tasks import device_inputs, labelled, pool
-from fedge.tensors import flatten, from_bytes
+from fedge.tensors.layout import flatten, from_bytes
 from tests.support.broker import local_broker
 from tests.support.federation import NAME, ROOT, Federation, Running
 from tests.support.torch_free import environment
@@ -175,7 +175,7 @@ async def without_torch(federation: Federation, device: str, data: Path) -> Runn
     log = federation.folder / f"{device}.log"
     with log.open("ab") as stderr:
         process = await asyncio.create_subprocess_exec(
-            *python, "-m", "fedge.cli", "agent", *words, "--json", stdout=PIPE, stderr=stderr, env=variables, cwd=ROOT
+            *python, "-m", "fedge", "agent", *words, "--json", stdout=PIPE, stderr=stderr, env=variables, cwd=ROOT
         )
     running = Running(process, log)
     federation._stack.push_async_callback(running.kill)

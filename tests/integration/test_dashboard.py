@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from fedge.broker import LocalBroker, free_port
+from fedge.commands.broker import LocalBroker, free_port
 from tests.deploy.serve_process import process
 from tests.support.broker import local_broker
 from tests.support.federation import NAME, Federation

@@ -16,13 +16,13 @@ import numpy as np
 import psutil
 import pytest
 
-from fedge.broker import LocalBroker
+from fedge.commands.broker import LocalBroker
 
 SMALL = ["--devices", "4", "--rounds", "5", "--samples", "400", "--participation", "1"]
 
 
 def command(*arguments: object) -> list[str]:
-    return [sys.executable, "-m", "fedge.cli", "demo", *SMALL, *map(str, arguments)]
+    return [sys.executable, "-m", "fedge", "demo", *SMALL, *map(str, arguments)]
 
 
 def processes_about(folder: Path) -> list[psutil.Process]:

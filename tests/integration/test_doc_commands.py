@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from export.signing import Repository
-from fedge.broker import free_port, mosquitto_path
+from fedge.commands.broker import free_port, mosquitto_path
 from fedge.tasks import pool, task_spec
 from tests.support.doc_commands import REASONS, ROOT, blocks, script
 from tests.support.shop import make_shop

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import msgspec
 
-from coordinator.methods.fedavg import FedAvgState
-from edge_agent.privacy_ledger import Ledger
-from fedge.messages import Report, Why
+from coordinator.methods.baselines.fedavg import FedAvgState
+from edge_agent.privacy.dp_ledger import Ledger
+from fedge.wire.messages import Report, Why
 from tests.support.broker import local_broker
 from tests.support.federation import Federation
 from tests.support.waiting import until

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import deploy
-from fedge.broker import mosquitto_path
+from fedge.commands.broker import mosquitto_path
 from fedge.tasks import pool
 from tests.support.broker import local_broker
 from tests.support.federation import NAME, WAIT_S, Federation, Running

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 import deploy
-from coordinator.methods import installed_methods
-from coordinator.service import CoordinatorSettings, serve
-from coordinator.store import Store
+from coordinator.methods.method import installed_methods
+from coordinator.service.service import CoordinatorSettings, serve
+from coordinator.store.store import Store
 from export import parity
-from fedge import bundle
-from fedge.broker import LocalBroker
-from fedge.bundle import PoolInfo
-from fedge.egress import ALL
+from fedge.bundle import manifest as bundle
+from fedge.bundle.manifest import PoolInfo
+from fedge.commands.broker import LocalBroker
+from fedge.privacy.egress import ALL
 from fedge.tasks import Partitioning, device_data, partition, pool, write_share
 from tests.support.agents import agents
 from tests.support.oracle import by_torch

@@ -9,30 +9,20 @@ import msgspec
 import numpy as np
 import pytest
 
-from coordinator import clustering, selection
-from coordinator.clustering import Clustering
-from coordinator.methods import (
-    MethodSettings,
-    Server,
-    cfic,
-    cohort,
-    fedepc,
-    fedge,
-    grouping,
-    installed_methods,
-    make,
-    method_class,
-    scmoe_pfl,
-    words_of,
-)
-from coordinator.selection import Selection, ccmab
+from coordinator.clustering import find
+from coordinator.clustering.find import Clustering
+from coordinator.methods.method import MethodSettings, Server, installed_methods, make, method_class, words_of
+from coordinator.methods.papers import cfic, fedepc, fedge, scmoe_pfl
+from coordinator.methods.parts import cohort, grouping
+from coordinator.selection import ccmab, select
+from coordinator.selection.select import Selection
 from fedge.errors import ConfigError
-from fedge.messages import Codec
-from fedge.sgd import Sgd
-from fedge.step import Action
-from fedge.steps.describe_labels import DescribeLabels
-from fedge.steps.profile import Profile
-from fedge.steps.train import Train
+from fedge.steps.contract import Action
+from fedge.steps.descriptions.describe_labels import DescribeLabels
+from fedge.steps.descriptions.profile import Profile
+from fedge.steps.sgd import Sgd
+from fedge.steps.training.train import Train
+from fedge.tensors.codecs import Codec
 from tests.support.simulation import digits
 
 pytestmark = pytest.mark.unit
@@ -85,10 +75,10 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
 
     for module in (grouping, fedge, scmoe_pfl):
         watch(module, "find_clusters", "clustering", lambda how, *_: how)
-    for module in (clustering, grouping, scmoe_pfl):
+    for module in (find, grouping, scmoe_pfl):
         watch(module, "by_label", "clustering", lambda *_: "labels")
-    watch(clustering.aidc, "aidc", "clustering", lambda *_: "aidc")  # fedge's groups call it themselves
-    for module in (selection, cohort, cfic, fedepc, fedge):
+    watch(find.aidc, "aidc", "clustering", lambda *_: "aidc")  # fedge's groups call it themselves
+    for module in (select, cohort, cfic, fedepc, fedge):
         for name in {"uniform", "fastest", "stratified"} & vars(module).keys():
             watch(module, name, "selection", lambda *_, name=name: name)
     watch(ccmab, "_choose", "selection", lambda *_: "ccmab")

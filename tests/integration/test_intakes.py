@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fedge.identity import Role
+from fedge.identity.names import Role
 from tests.support.federation import Federation
 from tests.support.identities import Authority, TlsBroker
 

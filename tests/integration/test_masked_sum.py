@@ -11,21 +11,21 @@ from typing import ClassVar
 
 import pytest
 
-from coordinator.fleet.orders import OrderStatus
-from coordinator.methods import load
-from coordinator.methods.fedavg import FedAvgState
-from coordinator.service import CoordinatorSettings, serve
-from coordinator.store import Store
-from edge_agent.agent import Agent, Identity
-from edge_agent.device import Fetch
-from edge_agent.worker import Finished, Worker
-from fedge.broker import LocalBroker
-from fedge.messages import Order, Outcome, Report, decode
-from fedge.step import Action, installed_steps
-from fedge.steps.train_masked import TrainMasked
-from fedge.stopping import Stop, StoppedError
+from coordinator.methods.baselines.fedavg import FedAvgState
+from coordinator.methods.method import load
+from coordinator.service.service import CoordinatorSettings, serve
+from coordinator.store.records import OrderStatus
+from coordinator.store.store import Store
+from edge_agent.agent.loop import Agent, Identity
+from edge_agent.device.device import Fetch
+from edge_agent.device.worker import Finished, Worker
+from fedge.commands.broker import LocalBroker
+from fedge.steps.contract import Action, installed_steps
+from fedge.steps.masked.train_masked import TrainMasked
+from fedge.system.stopping import Stop, StoppedError
 from fedge.tasks import Partitioning, partition, pool, share_data
-from fedge.transport import BrokerSettings
+from fedge.wire.messages import Order, Outcome, Report, decode
+from fedge.wire.transport import BrokerSettings
 from tests.support.waiting import until
 
 DEVICES = tuple(f"cam{k}" for k in range(6))

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from fedge.broker import LocalBroker
-from fedge.topics import Topics
-from fedge.transport import Inbound
+from fedge.commands.broker import LocalBroker
+from fedge.wire.topics import Topics
+from fedge.wire.transport import Inbound
 from tests.support.broker import transport
 from tests.support.federation import NAME
 from tests.support.sites import Sites

@@ -28,7 +28,7 @@ categories = ["in", "out"]
 def fedge(folder: Path, *words: str) -> str:
     """What a command says, run in a folder."""
     ran = subprocess.run(
-        [sys.executable, "-m", "fedge.cli", *words], cwd=folder, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "fedge", *words], cwd=folder, capture_output=True, text=True, check=False
     )
     assert ran.returncode == 0, ran.stderr
     return ran.stdout

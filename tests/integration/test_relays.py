@@ -5,8 +5,8 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-from fedge.broker import LocalBroker
-from fedge.messages import Codec
+from fedge.commands.broker import LocalBroker
+from fedge.tensors.codecs import Codec
 from tests.support.federation import settings
 from tests.support.sites import Sites
 

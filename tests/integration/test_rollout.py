@@ -17,24 +17,24 @@ import msgspec
 import numpy as np
 import pytest
 
-from coordinator.rollout import Progress
+from coordinator.rollout.decision import Progress
 from coordinator.rollout.folder import Folder, Record, Request
 from coordinator.rollout.service import Release
 from deploy import load
-from deploy.answering import Answering
-from deploy.slots import slot_in, state_of
+from deploy.updates.answering import Answering
+from deploy.updates.slots import slot_in, state_of
 from export.signing import Repository
-from fedge.broker import LocalBroker
-from fedge.bundle import read
-from fedge.messages import Announcement, FileRef, Health, Phase, Rollout, RolloutState, Want, decode, encode
-from fedge.preprocess import apply
-from fedge.rollout import place
+from fedge.bundle.manifest import read
+from fedge.commands.broker import LocalBroker
+from fedge.data.preprocessing import apply
+from fedge.data.validation import Validation
+from fedge.system.files import digest_of
 from fedge.tasks import pool, task_spec
-from fedge.tensors import digest_of
-from fedge.topics import Topics
-from fedge.transfer import Sender
-from fedge.transport import Inbound
-from fedge.validation import Validation
+from fedge.wire.messages import Announcement, FileRef, Health, Phase, Rollout, RolloutState, Want, decode, encode
+from fedge.wire.rollout import place
+from fedge.wire.topics import Topics
+from fedge.wire.transfer import Sender
+from fedge.wire.transport import Inbound
 from tests.deploy.bundles import digest, other_gate, poor_gate, variant
 from tests.deploy.repository import LATER, PAST, Simulator
 from tests.support.broker import BROKERS, local_broker, settings, transport

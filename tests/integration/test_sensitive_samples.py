@@ -14,31 +14,31 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from coordinator.fleet.simulated import SimulatedFleet
-from coordinator.methods import MethodSettings, Server, installed_methods, make, method_class
-from coordinator.protection import Protection
-from coordinator.rollout import Plan, RolloutState
+from coordinator.aggregation.protection import Protection
+from coordinator.fleet.simulated.fleet import SimulatedFleet
+from coordinator.methods.method import MethodSettings, Server, installed_methods, make, method_class
+from coordinator.rollout.decision import Plan, RolloutState
 from coordinator.rollout.service import Release
-from coordinator.service import CoordinatorSettings, serve
+from coordinator.service.service import CoordinatorSettings, serve
 from coordinator.simulation.rounds import run
-from coordinator.store import Store
-from deploy.slots import Slots
-from deploy.trust import install_root
-from edge_agent import context
-from edge_agent.batched import Job, one_by_one
-from edge_agent.device import repeatable
-from edge_agent.worker import Finished, Worker
+from coordinator.store.store import Store
+from deploy.updates.slots import Slots
+from deploy.updates.trust import install_root
+from edge_agent.agent import context
+from edge_agent.device.device import repeatable
+from edge_agent.device.worker import Finished, Worker
+from edge_agent.learning.batched import Job, one_by_one
 from export.signing import Repository
-from fedge import models
-from fedge.broker import LocalBroker
-from fedge.bundle import read
-from fedge.messages import Context, Health, Phase, Report, Status, Want, decode, encode
-from fedge.sgd import Sgd
-from fedge.step import report_of
+from fedge.bundle.manifest import read
+from fedge.commands.broker import LocalBroker
+from fedge.data.validation import Validation
+from fedge.models import network
+from fedge.steps.contract import report_of
+from fedge.steps.sgd import Sgd
 from fedge.tasks import DeviceData, Partitioning, Pool, device_data, partition, pool, share_data
-from fedge.tensors import unflatten
-from fedge.transport import BrokerSettings, Transport
-from fedge.validation import Validation
+from fedge.tensors.layout import unflatten
+from fedge.wire.messages import Context, Health, Phase, Report, Status, Want, decode, encode
+from fedge.wire.transport import BrokerSettings, Transport
 from tests.deploy.bundles import source
 from tests.support.agents import agents
 from tests.support.broker import local_broker
@@ -103,7 +103,7 @@ def samples() -> Pool:
 
 def said(method: str, devices: dict[str, DeviceData], samples: Pool, seed: int, home: Path) -> list[bytes]:
     """What they send in a run."""
-    layout, first = models.initial(samples.spec, seed)
+    layout, first = network.initial(samples.spec, seed)
     workers = {i: Worker(i, samples.spec, data, home / i, source=repeatable) for i, data in devices.items()}
     wire = Wire()
     fleet = SimulatedFleet(samples.spec, layout, workers, seed=seed, execute=wire)

@@ -15,14 +15,14 @@ import pytest
 from click.testing import CliRunner
 
 from coordinator.rollout.folder import Folder
-from deploy.install_cli import install
-from deploy.slots import MAX_STARTS, state_of
+from deploy.commands.install import install
+from deploy.updates.slots import MAX_STARTS, state_of
 from export.signing import Repository
-from fedge.broker import LocalBroker
-from fedge.bundle import read
-from fedge.messages import Phase, RolloutState
-from fedge.topics import Topics
-from fedge.transport import Inbound
+from fedge.bundle.manifest import read
+from fedge.commands.broker import LocalBroker
+from fedge.wire.messages import Phase, RolloutState
+from fedge.wire.topics import Topics
+from fedge.wire.transport import Inbound
 from tests.deploy.bundles import digest, other_gate, variant
 from tests.deploy.serve_process import X, ask, process
 from tests.deploy.serving import body, golden, outputs
@@ -56,7 +56,7 @@ def examination_of(child: Process) -> psutil.Process | None:
     """The process in which a bundle is being examined, stopped where it is."""
     with contextlib.suppress(psutil.NoSuchProcess):
         for found in psutil.Process(child.pid).children():
-            if "deploy.examination:examined" in found.cmdline():
+            if "deploy.updates.examination:examined" in found.cmdline():
                 found.suspend()
                 return found
     return None

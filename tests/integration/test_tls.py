@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from fedge.errors import TransportError
-from fedge.identity import Role
-from fedge.topics import ClientRole, Topics
-from fedge.transport import CHECK_TLS, BrokerSettings, Inbound, Transport
+from fedge.identity.names import Role
+from fedge.wire.topics import ClientRole, Topics
+from fedge.wire.transport import CHECK_TLS, BrokerSettings, Inbound, Transport
 from tests.support.federation import NAME, Federation, Running, words
 from tests.support.identities import Authority, TlsBroker
 from tests.support.waiting import until

@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from coordinator.control import wishes_in
-from coordinator.rollout import Plan, Progress
+from coordinator.page.server import Page
+from coordinator.rollout.decision import Plan, Progress
 from coordinator.rollout.folder import Earlier, Folder, Line, News, Record
 from coordinator.rollout.overview import Overview
-from coordinator.store import Event, Store
-from coordinator.ui import Page
+from coordinator.store.requests import wishes_in
+from coordinator.store.store import Event, Store
 from export.signing import Repository
-from fedge.broker import LocalBroker
-from fedge.messages import Phase, Quality, RolloutState
+from fedge.commands.broker import LocalBroker
+from fedge.wire.messages import Phase, Quality, RolloutState
 from tests.support.broker import settings
 from tests.support.rollouts import release_of
 from tests.support.runtime_device import FEDERATION, device, prepare

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 import deploy
-from coordinator.service import CoordinatorSettings, serve
-from coordinator.store import Store
-from edge_agent.agent import Agent, Identity
-from edge_agent.worker import Worker
-from fedge.broker import LocalBroker
-from fedge.step import installed_steps
+from coordinator.service.service import CoordinatorSettings, serve
+from coordinator.store.store import Store
+from edge_agent.agent.loop import Agent, Identity
+from edge_agent.device.worker import Worker
+from fedge.commands.broker import LocalBroker
+from fedge.steps.contract import installed_steps
 from fedge.tasks import Partitioning, device_data, partition, pool, write_share
-from fedge.transport import BrokerSettings
+from fedge.wire.transport import BrokerSettings
 
 DEVICES = tuple(f"cam{n:02}" for n in range(12))
 LACKING = {"cam01", "cam05", "cam11"}

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from fedge.broker import LocalBroker
+from fedge.commands.broker import LocalBroker
 from tests.homes.make import DEVICES, prepare
 from tests.support.waiting import until
 
@@ -65,7 +65,10 @@ class Side:
         given = (*common, "--task", self.folder / "task.json", *words, "--json")
         with (self.folder / f"{command}.log").open("ab") as log, (self.folder / f"{command}.said").open("ab") as said:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "fedge.cli", command, *map(str, given)), stdout=said, stderr=log, cwd=tree
+                *(sys.executable, "-m", "fedge.commands.cli", command, *map(str, given)),
+                stdout=said,
+                stderr=log,
+                cwd=tree,
             )
         self._stack.push_async_callback(kill, process)
         return process

@@ -16,13 +16,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from edge_agent import agent
-from edge_agent.agent import Agent, Identity
-from edge_agent.worker import Finished
-from fedge.background import STOP_S, on_signal
-from fedge.messages import BlobRef, Order
-from fedge.step import Action
-from fedge.transport import BrokerSettings
+from edge_agent.agent import loop
+from edge_agent.agent.loop import Agent, Identity
+from edge_agent.device.worker import Finished
+from fedge.steps.contract import Action
+from fedge.system.background import STOP_S, on_signal
+from fedge.wire.messages import BlobRef, Order
+from fedge.wire.transport import BrokerSettings
 from tests.support.peer import TASK, EchoWorker
 
 
@@ -48,7 +48,7 @@ class WatchedWorker(EchoWorker):
 async def main(host: str, port: str, home: str, yield_s: str = "30") -> None:
     """Run until SIGTERM."""
     logging.basicConfig(level=logging.INFO)
-    agent.YIELD_BASE_S = float(yield_s)  # type: ignore[misc]
+    loop.YIELD_BASE_S = float(yield_s)  # type: ignore[misc]
     folder = Path(home)
     device = Agent(
         Identity("pi", "test", TASK, n_shared=3),

@@ -8,13 +8,13 @@ from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
-from edge_agent.agent import Agent, Identity
-from edge_agent.worker import Worker
-from fedge.broker import LocalBroker
-from fedge.egress import Rules
-from fedge.task import TaskSpec
+from edge_agent.agent.loop import Agent, Identity
+from edge_agent.device.worker import Worker
+from fedge.commands.broker import LocalBroker
+from fedge.data.task import TaskSpec
+from fedge.privacy.egress import Rules
 from fedge.tasks import DeviceData
-from fedge.transport import BrokerSettings
+from fedge.wire.transport import BrokerSettings
 
 
 @asynccontextmanager

@@ -12,9 +12,9 @@ from paho.mqtt.enums import MQTTProtocolVersion
 from paho.mqtt.packettypes import PacketTypes
 from paho.mqtt.properties import Properties
 
-from fedge import child
-from fedge.broker import LocalBroker, free_port, mosquitto_config, mosquitto_path
-from fedge.transport import BrokerSettings, Transport, Will
+from fedge.commands.broker import LocalBroker, free_port, mosquitto_config, mosquitto_path
+from fedge.system import child
+from fedge.wire.transport import BrokerSettings, Transport, Will
 from tests.support.tcp import TcpServer
 
 BROKERS = [

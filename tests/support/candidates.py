@@ -3,16 +3,16 @@
 from pathlib import Path
 from typing import Any
 
-from edge_agent.worker import Worker
-from fedge.messages import Role
-from fedge.sgd import Sgd
-from fedge.step import Action, Result, installed_steps
-from fedge.steps.fit_candidates import FitCandidates
-from fedge.steps.fit_energy import FitEnergy
-from fedge.steps.fit_gate import FitGate
-from fedge.steps.fit_weights import Calibration, FitWeights
-from fedge.steps.train import Start
+from edge_agent.device.worker import Worker
+from fedge.steps.contract import Action, Result, installed_steps
+from fedge.steps.mixture.fit_candidates import FitCandidates
+from fedge.steps.mixture.fit_energy import FitEnergy
+from fedge.steps.mixture.fit_gate import FitGate
+from fedge.steps.mixture.fit_weights import Calibration, FitWeights
+from fedge.steps.sgd import Sgd
+from fedge.steps.training.train import Start
 from fedge.tasks import DeviceData
+from fedge.wire.messages import Role
 from tests.support.orders import Blobs, order, worker
 
 SGD = Sgd(steps=12)

@@ -16,8 +16,8 @@ from textwrap import wrap
 
 import click
 
-from fedge.cli import COMMANDS, command
-from fedge.help import JSON_HELP, Heading, heading_of
+from fedge.commands.cli import COMMANDS, command
+from fedge.system.help import JSON_HELP, Heading, heading_of
 
 HEAD = """# The commands
 

@@ -7,18 +7,27 @@ from pathlib import Path
 
 import msgspec
 
-from edge_agent.worker import Finished, Worker
-from fedge.masking import Member, Roster, member, read_roster, write_positions, write_roster, write_signatures
-from fedge.messages import BlobRef, Codec
-from fedge.sgd import Sgd
-from fedge.step import Action, Result
-from fedge.steps.confirm_sum import ConfirmSum, SumConfirmed
-from fedge.steps.mask_keys import KeysMade, MaskKeys
-from fedge.steps.mask_shares import MaskShares, SharesMade
-from fedge.steps.train import Start, Train
-from fedge.steps.train_masked import TrainedMasked, TrainMasked
-from fedge.steps.unmask import Unmask
+from edge_agent.device.worker import Finished, Worker
+from fedge.privacy.masked_sums import (
+    Member,
+    Roster,
+    member,
+    read_roster,
+    write_positions,
+    write_roster,
+    write_signatures,
+)
+from fedge.steps.contract import Action, Result
+from fedge.steps.masked.confirm_sum import ConfirmSum, SumConfirmed
+from fedge.steps.masked.mask_keys import KeysMade, MaskKeys
+from fedge.steps.masked.mask_shares import MaskShares, SharesMade
+from fedge.steps.masked.train_masked import TrainedMasked, TrainMasked
+from fedge.steps.masked.unmask import Unmask
+from fedge.steps.sgd import Sgd
+from fedge.steps.training.train import Start, Train
 from fedge.tasks import DeviceData
+from fedge.tensors.codecs import Codec
+from fedge.wire.messages import BlobRef
 from tests.support.orders import TASK, Blobs, device_data, order
 
 SESSION = "train"

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-from edge_agent.worker import Worker
-from fedge.step import Action, Result
-from fedge.steps.install_bundle import InstallBundle
+from edge_agent.device.worker import Worker
+from fedge.steps.contract import Action, Result
+from fedge.steps.mixture.install_bundle import InstallBundle
 from fedge.tasks import DeviceData
 from tests.support.orders import Blobs, order
 from tests.support.tables import inputs, task_of

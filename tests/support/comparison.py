@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from coordinator.simulation.compare import Comparison, compare_runs
-from coordinator.simulation.outcome import DeviceOutcome, Point, RunOutcome, Score
+from coordinator.simulation.reports.outcome import DeviceOutcome, Point, RunOutcome, Score
 from coordinator.simulation.settings import Scenario
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from fedge.messages import BlobRef, Codec, Order
-from fedge.step import Action, body_of
-from fedge.task import TaskSpec
-from fedge.tensors import Layout, TensorInfo
+from fedge.data.task import TaskSpec
+from fedge.steps.contract import Action, body_of
+from fedge.tensors.codecs import Codec
+from fedge.tensors.layout import Layout, TensorInfo
+from fedge.wire.messages import BlobRef, Order
 
 TASK = TaskSpec(name="t", classes=("a", "b"), input_shape=(2,), model="mlp")
 REF = BlobRef(digest="0" * 64, size_bytes=1, codec=Codec.INT8)

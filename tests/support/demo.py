@@ -3,7 +3,7 @@
 from typing import Any
 
 from coordinator.simulation.compare import Comparison, Demonstration, compare_runs
-from coordinator.simulation.outcome import DeviceOutcome, outcome_of
+from coordinator.simulation.reports.outcome import DeviceOutcome, outcome_of
 from coordinator.simulation.settings import Scenario
 from tests.support.comparison import a_run, a_score
 

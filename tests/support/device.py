@@ -11,14 +11,18 @@ from typing import Self
 import msgspec
 import numpy as np
 
-from fedge import codec
-from fedge.broker import LocalBroker
-from fedge.files import BlobFolder
-from fedge.messages import (
+from fedge.commands.broker import LocalBroker
+from fedge.data.task import TaskSpec
+from fedge.steps.contract import Result, report_of
+from fedge.steps.training.train import Trained
+from fedge.system.files import BlobFolder, digest_of
+from fedge.tensors import codecs
+from fedge.tensors.codecs import Codec
+from fedge.tensors.layout import Layout, TensorInfo
+from fedge.wire.messages import (
     Ack,
     BlobRef,
     Capabilities,
-    Codec,
     Context,
     Message,
     Order,
@@ -28,13 +32,9 @@ from fedge.messages import (
     decode,
     encode,
 )
-from fedge.step import Result, report_of
-from fedge.steps.train import Trained
-from fedge.task import TaskSpec
-from fedge.tensors import Layout, TensorInfo, digest_of
-from fedge.topics import Topics
-from fedge.transfer import Receiver, Sender
-from fedge.transport import Inbound
+from fedge.wire.topics import Topics
+from fedge.wire.transfer import Receiver, Sender
+from fedge.wire.transport import Inbound
 from tests.support.broker import transport
 
 TASK = TaskSpec(name="t", classes=("a", "b"), input_shape=(2,), model="mlp")
@@ -125,7 +125,7 @@ class RawDevice:
 
     def trained(self, value: float, codec_: Codec = Codec.INT8, **changes: object) -> Trained:
         """A result whose update is `value` everywhere."""
-        return trained(self.serves(codec.encode(tensors(value), codec_), codec_), **changes)
+        return trained(self.serves(codecs.encode(tensors(value), codec_), codec_), **changes)
 
     async def fetch(self, ref: BlobRef) -> bytes:
         """Pull a model."""

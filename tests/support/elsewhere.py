@@ -24,15 +24,15 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree, backend_registration
 
-from coordinator.methods import MethodSettings, Server, dump, make
-from coordinator.server_data import ServerData
+from coordinator.methods.method import MethodSettings, Server, dump, make
+from coordinator.methods.server.learning import ServerData
 from coordinator.simulation.rounds import run
-from edge_agent.worker import Worker
-from fedge import preprocess
-from fedge.messages import Codec
+from edge_agent.device.worker import Worker
+from fedge.data import preprocessing
 from fedge.models.training import CPU
-from fedge.sgd import Sgd
+from fedge.steps.sgd import Sgd
 from fedge.tasks import pool
+from fedge.tensors.codecs import Codec
 from tests.support.simulation import Fleet, digits
 
 NAME: Final = "elsewhere"
@@ -142,7 +142,7 @@ def trained(text: str, model: str, processor: torch.device, home: Path) -> tuple
     name, *options = text.split(":")
     fleet, layout, first, _ = digits(home, n=3, limit=300, model=model, processor=processor)
     samples = pool("digits", seed=1, limit=150)
-    server_data = preprocess.apply(fleet.task, samples.x), samples.y
+    server_data = preprocessing.apply(fleet.task, samples.x), samples.y
     sgd, own = Sgd(steps=2, batch_size=16, weight_decay=1e-3), dict(option.split("=") for option in options)
     settings = MethodSettings(rounds=2, sgd=sgd, codec=Codec.FLOAT32, down="float32", options=own)
     method = make(name, settings, Server(fleet.task, server_data))

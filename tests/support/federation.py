@@ -16,21 +16,21 @@ from typing import Any, Self
 
 import msgspec
 
-from coordinator.database import database
-from coordinator.fleet.simulated import SimulatedFleet
-from coordinator.methods import MethodSettings, State, dump, load, make
-from coordinator.protection import Protection
+from coordinator.aggregation.protection import Protection
+from coordinator.fleet.simulated.fleet import SimulatedFleet
+from coordinator.methods.method import MethodSettings, State, dump, load, make
 from coordinator.simulation.rounds import run
-from coordinator.store import Store
-from edge_agent.batched import one_by_one, one_thread
-from edge_agent.worker import Worker
-from fedge.broker import LocalBroker
-from fedge.messages import Codec
-from fedge.models import initial
-from fedge.sgd import Sgd
-from fedge.task import TaskSpec
+from coordinator.store.database import database
+from coordinator.store.store import Store
+from edge_agent.device.worker import Worker
+from edge_agent.learning.batched import one_by_one, one_thread
+from fedge.commands.broker import LocalBroker
+from fedge.data.task import TaskSpec
+from fedge.models.network import initial
+from fedge.steps.sgd import Sgd
 from fedge.tasks import Partitioning, device_data, partition, pool, task_spec, write_share, write_task
-from fedge.tensors import unflatten
+from fedge.tensors.codecs import Codec
+from fedge.tensors.layout import unflatten
 from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[2]
@@ -59,7 +59,7 @@ class Running:
     @classmethod
     async def start(cls, log: Path, *arguments: object) -> Self:
         """Run `fedge ARGUMENTS --json`."""
-        command = (sys.executable, "-m", "fedge.cli", *map(str, arguments), "--json")
+        command = (sys.executable, "-m", "fedge", *map(str, arguments), "--json")
         with log.open("ab") as stderr:
             return cls(
                 await asyncio.create_subprocess_exec(*command, limit=2**24, stdout=PIPE, stderr=stderr, cwd=ROOT), log

@@ -10,15 +10,16 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from coordinator.members import Member
 from coordinator.provision.issuer import Federation, Issuer
-from fedge import certificates, mosquitto
-from fedge.broker import LocalBroker, free_port, mosquitto_config
-from fedge.certificates import distinguished, pem_of, pem_of_key
-from fedge.credentials import CA, CERTIFICATE, KEY
-from fedge.files import volatile, write_atomically
-from fedge.identity import Role, Subject
-from fedge.transport import BrokerSettings
+from coordinator.provision.members import Member
+from fedge.commands.broker import LocalBroker, free_port, mosquitto_config
+from fedge.identity import certificates
+from fedge.identity.certificates import distinguished, pem_of, pem_of_key
+from fedge.identity.names import Role, Subject
+from fedge.membership import broker_configuration
+from fedge.membership.credentials import CA, CERTIFICATE, KEY
+from fedge.system.files import volatile, write_atomically
+from fedge.wire.transport import BrokerSettings
 from tests.support.federation import NAME
 
 DAY = dt.timedelta(days=1)
@@ -136,10 +137,14 @@ class TlsBroker(LocalBroker):
         for authority, port in zip(self._authorities, (self.port, self.other_port), strict=False):
             rules = home / authority.federation
             rules.mkdir(exist_ok=True)
-            (rules / mosquitto.ACCESS_LIST).write_text(mosquitto.access_list(authority.federation))
-            listeners.append(mosquitto.for_members(authority.folder / "broker", rules, port, self.host))
+            (rules / broker_configuration.ACCESS_LIST).write_text(
+                broker_configuration.access_list(authority.federation)
+            )
+            listeners.append(broker_configuration.for_members(authority.folder / "broker", rules, port, self.host))
         if listeners:
-            (home / "mosquitto.conf").write_text(mosquitto_config(mosquitto.before_listeners() + "\n".join(listeners)))
+            (home / "mosquitto.conf").write_text(
+                mosquitto_config(broker_configuration.before_listeners() + "\n".join(listeners))
+            )
         return command
 
 

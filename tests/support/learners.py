@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from fedge import codec
-from fedge.broker import LocalBroker
-from fedge.messages import Codec, Order, blobs_of
-from fedge.steps.install import Install, Installed
-from fedge.steps.train import Train
-from fedge.task import TaskSpec
-from fedge.tensors import Layout, Model, TensorInfo
+from fedge.commands.broker import LocalBroker
+from fedge.data.task import TaskSpec
+from fedge.steps.mixture.install import Install, Installed
+from fedge.steps.training.train import Train
+from fedge.tensors import codecs
+from fedge.tensors.codecs import Codec
+from fedge.tensors.layout import Layout, Model, TensorInfo
+from fedge.wire.messages import Order, blobs_of
 from tests.support.device import RawDevice, trained
 from tests.support.peer import action_of
 
@@ -24,7 +25,7 @@ LAYOUT = Layout(tensors=(TensorInfo(name="w", shape=(3,)),))
 
 
 def first_model(_task: TaskSpec, seed: int, *_: object) -> tuple[Layout, Model]:
-    """In place of `coordinator.checks.first_model`, without the seconds that its child needs for torch."""
+    """In place of `coordinator.service.checks.first_model`, without the seconds that its child needs for torch."""
     return LAYOUT, Model(np.full(3, seed, np.float32), np.zeros(0, np.float32), np.zeros(0, np.int64))
 
 
@@ -52,7 +53,7 @@ class Learner(RawDevice):
             self.done[order.id] += 1
         match action:
             case Train():
-                update = codec.encode({"w": np.full(3, self.value, np.float32)}, Codec.INT8)
+                update = codecs.encode({"w": np.full(3, self.value, np.float32)}, Codec.INT8)
                 await self.report(order, trained(self.serves(update)))
             case Install():
                 await self.report(order, Installed(release=1))

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import nn
 
-from fedge.task import TaskSpec
+from fedge.data.task import TaskSpec
 
 
 def mlp_64_32(task: TaskSpec) -> nn.Module:

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedge import models
-from fedge.bundle import Manifest, Part, PoolInfo, read
-from fedge.messages import Role
-from fedge.preprocess import apply
-from fedge.task import gate_pool
-from fedge.tensors import flatten, from_bytes
+from fedge.bundle.manifest import Manifest, Part, PoolInfo, read
+from fedge.data.preprocessing import apply
+from fedge.data.task import gate_pool
+from fedge.models import network as models
+from fedge.tensors.layout import flatten, from_bytes
+from fedge.wire.messages import Role
 
 Vectors = NDArray[np.float64]
 TOP_RULE = {Role.GLOBAL, Role.EXPERT}

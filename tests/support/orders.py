@@ -4,19 +4,23 @@ from pathlib import Path
 
 import numpy as np
 
-from edge_agent.device import Device
-from edge_agent.worker import Worker
-from fedge import bundle, codec, models
-from fedge.bundle import Manifest
-from fedge.messages import BlobRef, Codec, Order, Role
-from fedge.step import Action, Result, body_of
-from fedge.steps.install import Installed
-from fedge.task import TaskSpec
+from edge_agent.device.device import Device
+from edge_agent.device.worker import Worker
+from fedge.bundle import manifest
+from fedge.bundle.manifest import Manifest
+from fedge.data.task import TaskSpec
+from fedge.models import network
+from fedge.steps.contract import Action, Result, body_of
+from fedge.steps.mixture.install import Installed
+from fedge.system.files import digest_of
 from fedge.tasks import DeviceData
-from fedge.tensors import Layout, Model, Selector, Tensors, digest_of, unflatten
+from fedge.tensors import codecs
+from fedge.tensors.codecs import Codec
+from fedge.tensors.layout import Layout, Model, Selector, Tensors, unflatten
+from fedge.wire.messages import BlobRef, Order, Role
 
 TASK = TaskSpec(name="toy", classes=("a", "b", "c"), input_shape=(6,), model="mlp", model_options={"hidden": 8})
-LAYOUT, INITIAL = models.initial(TASK, 0)
+LAYOUT, INITIAL = network.initial(TASK, 0)
 D = 8  # features
 
 
@@ -37,11 +41,11 @@ class Blobs(dict[str, bytes]):
         return ref
 
     def put(self, tensors: Tensors) -> BlobRef:
-        return self.file(codec.encode(tensors, Codec.FLOAT32))
+        return self.file(codecs.encode(tensors, Codec.FLOAT32))
 
     def model(self, seed: int, personal: Selector = (), scale: float = 1.0) -> BlobRef:
         """A model with weights of this seed, or what travels of it where some layers are personal."""
-        layout, model = models.initial(self.task, seed)
+        layout, model = network.initial(self.task, seed)
         scaled = Model(model.params * np.float32(scale), model.buffers, model.counters)
         return self.put(tensors_of(scaled, layout.without(personal), layout))
 
@@ -115,7 +119,7 @@ def mixed_data(shared: tuple[np.ndarray, np.ndarray], sensitive: tuple[np.ndarra
 def manifest_of(home: Path, result: Result) -> Manifest:
     """What the bundle is that a step wrote."""
     assert isinstance(result, Installed), result
-    return bundle.look(home / "bundles" / str(result.release))[0]
+    return manifest.look(home / "bundles" / str(result.release))[0]
 
 
 def roles_of(home: Path, result: Result) -> tuple[Role, ...]:

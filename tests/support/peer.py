@@ -12,19 +12,19 @@ from typing import Self
 
 import msgspec
 
-from edge_agent.worker import Finished
-from fedge.broker import LocalBroker
-from fedge.files import BlobFolder
-from fedge.messages import Ack, BlobRef, Codec, Context, Order, Presence, Report, Status, Want, Why, decode, encode
-from fedge.sgd import Sgd
-from fedge.step import Action, Failed, Result, body_of, installed_steps, read_action, read_result
-from fedge.steps.profile import Profile, Profiled
-from fedge.steps.train import Start, Train, Trained
-from fedge.task import TaskSpec
-from fedge.tensors import digest_of
-from fedge.topics import Topics
-from fedge.transfer import Receiver, Sender
-from fedge.transport import Inbound
+from edge_agent.device.worker import Finished
+from fedge.commands.broker import LocalBroker
+from fedge.data.task import TaskSpec
+from fedge.steps.contract import Action, Failed, Result, body_of, installed_steps, read_action, read_result
+from fedge.steps.descriptions.profile import Profile, Profiled
+from fedge.steps.sgd import Sgd
+from fedge.steps.training.train import Start, Train, Trained
+from fedge.system.files import BlobFolder, digest_of
+from fedge.tensors.codecs import Codec
+from fedge.wire.messages import Ack, BlobRef, Context, Order, Presence, Report, Status, Want, Why, decode, encode
+from fedge.wire.topics import Topics
+from fedge.wire.transfer import Receiver, Sender
+from fedge.wire.transport import Inbound
 from tests.support.broker import transport
 
 TASK = TaskSpec(name="t", classes=("a", "b"), input_shape=(2,), model="mlp")

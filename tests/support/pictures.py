@@ -25,12 +25,12 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 
 from coordinator.rollout.folder import Folder
-from coordinator.store import Store
-from fedge.broker import free_port
-from fedge.messages import Phase
-from fedge.preprocess import apply
+from coordinator.store.store import Store
+from fedge.commands.broker import free_port
+from fedge.data.preprocessing import apply
+from fedge.data.validation import Validation
 from fedge.tasks import task_spec
-from fedge.validation import Validation
+from fedge.wire.messages import Phase
 from tests.support.broker import local_broker
 from tests.support.browser import chromium
 from tests.support.programs import WAIT_S, Programs

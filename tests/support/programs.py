@@ -72,5 +72,5 @@ class Programs:
     async def _start(
         self, *words: object, stdout: object = PIPE, stderr: object = asyncio.subprocess.STDOUT
     ) -> Process:
-        command = (sys.executable, "-m", "fedge.cli", "--log-level", "warning", *map(str, words))
+        command = (sys.executable, "-m", "fedge", "--log-level", "warning", *map(str, words))
         return await asyncio.create_subprocess_exec(*command, stdout=stdout, stderr=stderr)  # type: ignore[arg-type]

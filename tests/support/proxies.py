@@ -7,7 +7,7 @@ import base64
 import socket
 from contextlib import AsyncExitStack
 
-from fedge.streams import connection
+from fedge.wire.streams import connection
 from tests.support.tcp import TcpServer
 
 Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from coordinator.rollout import Plan, Progress
+from coordinator.rollout.decision import Plan, Progress
 from coordinator.rollout.folder import Folder
 from coordinator.rollout.service import Release, Supervisor
-from deploy.slots import slot_in, state_of
+from deploy.updates.slots import slot_in, state_of
 from export.signing import Repository
-from fedge.broker import LocalBroker
-from fedge.bundle import read
+from fedge.bundle.manifest import read
+from fedge.commands.broker import LocalBroker
 from tests.support.broker import settings
 from tests.support.runtime_device import FEDERATION
 

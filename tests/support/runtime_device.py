@@ -15,17 +15,17 @@ import msgspec
 import numpy as np
 
 from deploy import load
-from deploy.answering import Answering
-from deploy.examination import Limits
-from deploy.link import Link, Outcome
-from deploy.slots import Slots
-from deploy.trust import install_root
-from fedge.bundle import read
-from fedge.files import write_atomically
-from fedge.preprocess import apply
-from fedge.topics import Topics
-from fedge.transport import BrokerSettings, Transport
-from fedge.validation import Validation
+from deploy.updates.answering import Answering
+from deploy.updates.examination import Limits
+from deploy.updates.link import Link, Outcome
+from deploy.updates.slots import Slots
+from deploy.updates.trust import install_root
+from fedge.bundle.manifest import read
+from fedge.data.preprocessing import apply
+from fedge.data.validation import Validation
+from fedge.system.files import write_atomically
+from fedge.wire.topics import Topics
+from fedge.wire.transport import BrokerSettings, Transport
 from tests.deploy.bundles import GOLDEN, source
 
 FEDERATION = "test"

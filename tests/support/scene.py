@@ -8,16 +8,17 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from coordinator.fleet.mqtt import MqttFleet
-from coordinator.store import Store
-from edge_agent.agent import Agent, Identity, Works
-from edge_agent.worker import Finished
-from fedge import codec
-from fedge.identity import Role
-from fedge.messages import BlobRef, Codec, Order
-from fedge.sgd import Sgd
-from fedge.steps.train import Start, Train
-from fedge.tensors import digest_of
+from coordinator.fleet.mqtt.fleet import MqttFleet
+from coordinator.store.store import Store
+from edge_agent.agent.loop import Agent, Identity, Works
+from edge_agent.device.worker import Finished
+from fedge.identity.names import Role
+from fedge.steps.sgd import Sgd
+from fedge.steps.training.train import Start, Train
+from fedge.system.files import digest_of
+from fedge.tensors import codecs
+from fedge.tensors.codecs import Codec
+from fedge.wire.messages import BlobRef, Order
 from tests.support.device import LAYOUT, TASK, tensors, trained
 from tests.support.identities import Authority, OpenBroker, TlsBroker
 from tests.support.peer import EchoWorker
@@ -32,7 +33,7 @@ class Working(EchoWorker):
     def execute(self, order: Order, fetch: Callable, *, stop: Callable[[], bool], action: object) -> Finished:
         if not isinstance(action, Train):
             return super().execute(order, fetch, stop=stop, action=action)  # type: ignore[arg-type]
-        data = codec.encode(tensors(0.5), Codec.INT8)
+        data = codecs.encode(tensors(0.5), Codec.INT8)
         self.done.append(order.id)
         ref = BlobRef(digest=digest_of(data), size_bytes=len(data), codec=Codec.INT8)
         return Finished(trained(ref), {ref.digest: data})

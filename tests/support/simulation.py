@@ -12,22 +12,24 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from coordinator.fleet import Answer, Device
-from coordinator.fleet.devices import Hardware
-from coordinator.fleet.simulated import SimulatedFleet
-from coordinator.methods import Method, State
+from coordinator.fleet.fleet import Answer
+from coordinator.fleet.simulated.devices import Hardware
+from coordinator.fleet.simulated.fleet import SimulatedFleet
+from coordinator.methods.method import Method, State
+from coordinator.store.records import Device
 from deploy import load
-from edge_agent import batched
-from edge_agent.device import Unpacked
-from edge_agent.worker import Finished, Worker
-from fedge import codec, models
-from fedge.bundle import Manifest
-from fedge.messages import BlobRef, Role, Why
+from edge_agent.device.device import Unpacked
+from edge_agent.device.worker import Finished, Worker
+from edge_agent.learning import batched
+from fedge.bundle.manifest import Manifest
+from fedge.models import network
 from fedge.models.training import CPU
-from fedge.step import Action, Declined
+from fedge.steps.contract import Action, Declined
 from fedge.tasks import DeviceData, Partitioning, partition, pool, share_data
 from fedge.tasks.partition import Groups
-from fedge.tensors import Layout, Model, unflatten
+from fedge.tensors import codecs
+from fedge.tensors.layout import Layout, Model, unflatten
+from fedge.wire.messages import BlobRef, Role, Why
 from tests.support.orders import manifest_of
 
 A = TypeVar("A", bound=Action)
@@ -108,7 +110,7 @@ def digits(
         seed=seed,
     )
     task = samples.spec if model == "mlp" else msgspec.structs.replace(samples.spec, model=model, model_options={})
-    layout, first = models.initial(task, seed)
+    layout, first = network.initial(task, seed)
     data = {f"d{i:02d}": share_data(task, share) for i, share in enumerate(shares)}
     workers = {i: Worker(i, task, own, home / i, processor=processor) for i, own in data.items()}
     hardware = {i: Hardware(cpu_ghz=1.0 + k, free_ram_gb=4.0) for k, i in enumerate(data)}
@@ -165,7 +167,7 @@ def multiplying(by: float, *ids: str) -> Callable[[Sequence[batched.Job]], list[
         for job, done in zip(jobs, finished, strict=True):
             for digest, own in done.unpacked.items() if job.worker.id in ids else ():
                 model = Model(np.float32(by) * own.model.params, own.model.buffers, own.model.counters)
-                done.unpacked[digest] = Unpacked(model, own.layout, codec.norms_of(model))
+                done.unpacked[digest] = Unpacked(model, own.layout, codecs.norms_of(model))
         return finished
 
     return execute

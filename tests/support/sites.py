@@ -10,12 +10,12 @@ from typing import Any, Self
 
 import numpy as np
 
-from coordinator.fleet.simulated import SimulatedFleet
-from coordinator.methods import MethodSettings
-from coordinator.methods.fedavg import FedAvgState
-from fedge.broker import LocalBroker
-from fedge.files import BlobFolder
-from fedge.tensors import from_bytes
+from coordinator.fleet.simulated.fleet import SimulatedFleet
+from coordinator.methods.baselines.fedavg import FedAvgState
+from coordinator.methods.method import MethodSettings
+from fedge.commands.broker import LocalBroker
+from fedge.system.files import BlobFolder
+from fedge.tensors.layout import from_bytes
 from tests.support.federation import Federation, Running
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import click
 
-from fedge.egress import PRESETS
-from fedge.step import Result, Reveals, installed_steps
+from fedge.privacy.egress import PRESETS
+from fedge.steps.contract import Result, Reveals, installed_steps
 
 KINDS = ("| kind | lets out | `strict` | `default` |", "|---|---|---|---|")
 

@@ -10,10 +10,11 @@ from typing import Any
 
 import msgspec
 
-from coordinator.fleet import Answer, Device, Seen
-from coordinator.fleet.simulated import SimulatedFleet
-from fedge.messages import blobs_of
-from fedge.step import Action
+from coordinator.fleet.fleet import Answer, Seen
+from coordinator.fleet.simulated.fleet import SimulatedFleet
+from coordinator.store.records import Device
+from fedge.steps.contract import Action
+from fedge.wire.messages import blobs_of
 from tests.support.federation import Federation, Running
 from tests.support.waiting import until
 

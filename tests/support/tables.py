@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 from export import Candidate, GateWeights, Guard, Mixture, write_bundle
 from export.parity import formula
-from fedge.bundle import Manifest
-from fedge.fusion import fuse, gate_scores
-from fedge.messages import Role
-from fedge.task import TaskSpec
-from fedge.tensors import Layout, Model, TensorInfo
+from fedge.bundle.formula import fuse, gate_scores
+from fedge.bundle.manifest import Manifest
+from fedge.data.task import TaskSpec
+from fedge.tensors.layout import Layout, Model, TensorInfo
+from fedge.wire.messages import Role
 
 
 class Table(torch.nn.Module):

@@ -9,10 +9,10 @@ import torch
 from numpy.typing import NDArray
 
 from export import Candidate, GateWeights, Mixture, write_bundle
-from fedge.messages import Role
-from fedge.models import build, dump, head_name, layout_of
-from fedge.preprocess import apply
-from fedge.task import TaskSpec
+from fedge.data.preprocessing import apply
+from fedge.data.task import TaskSpec
+from fedge.models.network import build, dump, head_name, layout_of
+from fedge.wire.messages import Role
 
 
 def trained_bundle(

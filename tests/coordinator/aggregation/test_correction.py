@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from coordinator.aggregation import cluster_averages
 from coordinator.aggregation.correction import Corrected, correction_step, mean_direction
-from fedge.tensors import Layout, Model, TensorInfo
+from fedge.tensors.layout import Layout, Model, TensorInfo
 
 NONE, COUNTS = np.zeros(0, np.float32), np.zeros(0, np.int64)
 

@@ -10,7 +10,7 @@ from hypothesis.extra.numpy import arrays
 
 from benchmarks.papers.global_model import routed
 from coordinator.aggregation import correlation as c
-from fedge.tensors import Model
+from fedge.tensors.layout import Model
 
 P = np.array([[0.8, 0.2], [0.6, 0.4], [0.1, 0.9]])
 A = np.array([[0.9, 0.1, 0.5], [0.7, 0.2, 0.5], [0.2, 0.9, 0.5]])

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from coordinator.aggregation import cluster_averages
 from coordinator.aggregation.guarded import guarded_averages
-from coordinator.protection import Protection, Rule
-from fedge.codec import norms_of
-from fedge.tensors import Layout, Model, TensorInfo
+from coordinator.aggregation.protection import Protection, Rule
+from fedge.tensors.codecs import norms_of
+from fedge.tensors.layout import Layout, Model, TensorInfo
 
 LAYOUT = Layout(
     tensors=(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from coordinator.aggregation import WeightedSums, averaged, cluster_averages
 from coordinator.aggregation.mean import BLOCK
-from fedge.tensors import Layout, Model, TensorInfo
+from fedge.tensors.layout import Layout, Model, TensorInfo
 
 LAYOUT = Layout(
     tensors=(

@@ -6,7 +6,7 @@ import pytest
 from coordinator.aggregation import cluster_averages
 from coordinator.aggregation.mean import BLOCK
 from coordinator.aggregation.momentum import server_step
-from fedge.tensors import Layout, Model, TensorInfo
+from fedge.tensors.layout import Layout, Model, TensorInfo
 
 
 def test_worked_server_step():

@@ -412,7 +412,7 @@ def trained_extractor(x, y, seed):
     """The network of section 8, trained as FedEPC's extractor is: outputs of its 64 ReLU units for images."""
     import torch
 
-    from coordinator import extractor_training as extractor
+    from coordinator.methods.server import extractor_training as extractor
 
     torch.manual_seed(seed)
     body = torch.nn.Sequential(

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from sklearn.metrics import adjusted_rand_score, silhouette_score
 
-from coordinator.clustering import Directions, find_clusters, mctc
+from coordinator.clustering import mctc
+from coordinator.clustering.find import Directions, find_clusters
 from coordinator.clustering.rivals import kmeans
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from coordinator.simulation.report import of_demo, table_of
-from fedge.cli import command, main
+from coordinator.simulation.reports.report import of_demo, table_of
+from fedge.commands.cli import command, main
 from tests.support.demo import WAYS, a_demonstration
 
 
@@ -61,7 +61,7 @@ def test_settings_come_from_file_environment_and_flags(
 
 def test_too_few_samples_for_so_many_devices_is_an_error_of_the_user(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "fedge.cli", "demo", "--devices", "12", "--samples", "100", "--out", str(out)]
+    command = [sys.executable, "-m", "fedge", "demo", "--devices", "12", "--samples", "100", "--out", str(out)]
     ran = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ)
     assert ran.returncode == 2
     assert "error: 100 samples are too few for 12 devices" in ran.stderr

@@ -17,14 +17,14 @@ from coordinator.demo.run import (
     partition_samples,
     spent,
 )
-from coordinator.methods import MethodSettings, make
+from coordinator.methods.method import MethodSettings, make
 from coordinator.simulation.rounds import run
 from coordinator.simulation.settings import DemoSettings
-from fedge.broker import LocalBroker, free_port
+from fedge.commands.broker import LocalBroker, free_port
 from fedge.errors import ConfigError, TransportError
-from fedge.sgd import Sgd
-from fedge.streams import connection
+from fedge.steps.sgd import Sgd
 from fedge.tasks import device_data, labelled, task_spec
+from fedge.wire.streams import connection
 from tests.support.simulation import digits
 
 

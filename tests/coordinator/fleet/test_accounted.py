@@ -10,19 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 
+from coordinator.aggregation.protection import Protection
 from coordinator.fleet.accounted import AccountedFleet, accounted
-from coordinator.methods import MethodSettings, installed_methods, make, method_class
-from coordinator.protection import Protection
+from coordinator.methods.method import MethodSettings, installed_methods, make, method_class
 from coordinator.simulation.rounds import run
-from edge_agent.privacy_ledger import Ledger
+from edge_agent.privacy.dp_ledger import Ledger
 from fedge.errors import ConfigError
-from fedge.messages import BlobRef
-from fedge.sgd import Sgd
-from fedge.step import Action, installed_steps, unaccounted
-from fedge.steps.profile import Profile
-from fedge.steps.train import Start, Train
-from fedge.steps.train_dp import Privacy, TrainDp
-from fedge.tensors import Layout, TensorInfo
+from fedge.steps.contract import Action, installed_steps, unaccounted
+from fedge.steps.descriptions.profile import Profile
+from fedge.steps.sgd import Sgd
+from fedge.steps.training.train import Start, Train
+from fedge.steps.training.train_dp import Privacy, TrainDp
+from fedge.tensors.layout import Layout, TensorInfo
+from fedge.wire.messages import BlobRef
 from tests.support.orders import LAYOUT
 from tests.support.simulation import digits
 

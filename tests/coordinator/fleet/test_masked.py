@@ -14,27 +14,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.fleet import Answer, Fleet
+from coordinator.aggregation.protection import Protection
+from coordinator.fleet.fleet import Answer, Fleet
 from coordinator.fleet.masked import MaskedFleet, admissible
-from coordinator.methods import Method, MethodSettings, accepted, dump, make
-from coordinator.methods.fedavg import FedAvg
-from coordinator.protection import Protection
+from coordinator.methods.baselines.fedavg import FedAvg
+from coordinator.methods.method import Method, MethodSettings, accepted, dump, make
 from coordinator.simulation.rounds import run
-from edge_agent.worker import Worker
-from fedge.egress import PRESETS, Rules
+from edge_agent.device.worker import Worker
 from fedge.errors import ConfigError
-from fedge.fixed_point import PARAMS
-from fedge.masking import Sums
-from fedge.messages import BlobRef, Codec, Why
-from fedge.sgd import Sgd
-from fedge.step import Action, Declined, Reveals, Unsupported, installed_steps
-from fedge.steps.confirm_sum import ConfirmSum
-from fedge.steps.mask_keys import MaskKeys
-from fedge.steps.mask_shares import MaskShares
-from fedge.steps.train import Start, Train
-from fedge.steps.train_masked import TrainMasked, alike
-from fedge.steps.unmask import Unmask
-from fedge.tensors import Layout
+from fedge.privacy.egress import PRESETS, Rules
+from fedge.privacy.masked_sums import Sums
+from fedge.steps.contract import Action, Declined, Reveals, Unsupported, installed_steps
+from fedge.steps.masked.confirm_sum import ConfirmSum
+from fedge.steps.masked.mask_keys import MaskKeys
+from fedge.steps.masked.mask_shares import MaskShares
+from fedge.steps.masked.train_masked import TrainMasked, alike
+from fedge.steps.masked.unmask import Unmask
+from fedge.steps.sgd import Sgd
+from fedge.steps.training.train import Start, Train
+from fedge.tensors.codecs import Codec
+from fedge.tensors.fixed_point import PARAMS
+from fedge.tensors.layout import Layout
+from fedge.wire.messages import BlobRef, Why
 from tests.support import simulation
 from tests.support.simulation import digits
 

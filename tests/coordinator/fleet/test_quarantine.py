@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.fleet.quarantine import READMITTED, REST, Offence, quarantined
-from coordinator.methods import MethodSettings, make
+from coordinator.fleet.quarantine import READMITTED, REST, quarantined
+from coordinator.methods.method import MethodSettings, make
 from coordinator.simulation.rounds import run
-from fedge.messages import Codec
-from fedge.sgd import Sgd
+from coordinator.store.records import Offence
+from fedge.steps.sgd import Sgd
+from fedge.tensors.codecs import Codec
 from tests.support.simulation import digits, multiplying
 
 

@@ -9,21 +9,23 @@ import msgspec
 import numpy as np
 import pytest
 
-from coordinator.fleet import Answer, Device, Fleet
+from coordinator.fleet.fleet import Answer, Fleet
 from coordinator.fleet.relayed import Relay, Relayed, RelayFleet, SiteOrders, Sum, Summed, Told
-from coordinator.fleet.simulated import SimulatedFleet
+from coordinator.fleet.simulated.fleet import SimulatedFleet
 from coordinator.fleet.sites import SiteSums
-from coordinator.methods.averaging import ignore
-from fedge import codec
+from coordinator.methods.parts.averaging import ignore
+from coordinator.store.records import Device
 from fedge.errors import ConfigError
-from fedge.messages import BlobRef, Codec, Outcome, Why
-from fedge.sgd import Sgd
-from fedge.step import Action, Declined, Result, body_of
-from fedge.steps.describe_labels import DescribeLabels, LabelsDescribed
-from fedge.steps.install import Install
-from fedge.steps.share_private import PrivateShared, SharePrivate
-from fedge.steps.train import Start, Train, Trained
-from fedge.tensors import unflatten
+from fedge.steps.contract import Action, Declined, Result, body_of
+from fedge.steps.descriptions.describe_labels import DescribeLabels, LabelsDescribed
+from fedge.steps.mixture.install import Install
+from fedge.steps.sgd import Sgd
+from fedge.steps.training.share_private import PrivateShared, SharePrivate
+from fedge.steps.training.train import Start, Train, Trained
+from fedge.tensors import codecs
+from fedge.tensors.codecs import Codec
+from fedge.tensors.layout import unflatten
+from fedge.wire.messages import BlobRef, Outcome, Why
 from tests.support.simulation import digits
 
 
@@ -174,8 +176,8 @@ async def test_a_mean_of_updates_of_hardly_anything_is_nobodys_fault(tmp_path: P
     train = Train(starts=(Start(model=below.first),), sgd=Sgd(steps=1), measure=False)
     mean = below.update(2.8e-23)
     model = unflatten(below.get(mean, below.layout), below.layout)
-    norms = codec.check(codec.encode(model, Codec.INT8), Codec.INT8, below.layout)
-    assert norms[0] * 1.2 < codec.check(below.get_bytes(mean), mean.codec, below.layout)[0] < 1e-20
+    norms = codecs.check(codecs.encode(model, Codec.INT8), Codec.INT8, below.layout)
+    assert norms[0] * 1.2 < codecs.check(below.get_bytes(mean), mean.codec, below.layout)[0] < 1e-20
     there = BlobRef(digest="ab" * 32, size_bytes=5000, codec=Codec.INT8)
     told = {"d0": done(Trained(update=there, n_samples=10), norms=norms)}
     below.answers = [Relayed(answers=below.file(told)), Summed(means=(mean,))]

@@ -4,8 +4,8 @@ import numpy as np
 
 from coordinator.aggregation import cluster_averages
 from coordinator.fleet.sites import SiteMean, SiteSums, averages
-from fedge.messages import BlobRef
-from fedge.tensors import Layout, Model, TensorInfo
+from fedge.tensors.layout import Layout, Model, TensorInfo
+from fedge.wire.messages import BlobRef
 
 LAYOUT = Layout(tensors=(TensorInfo(name="w", shape=(2,)),))
 UPDATES = {f"s.d{k}": Model(np.float32([k, 1]), np.zeros(0, np.float32), np.zeros(0, np.int64)) for k in range(4)}

@@ -9,19 +9,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.fleet import Answer, Seen, update_norms
+from coordinator.fleet import update_norms
+from coordinator.fleet.fleet import Answer, Seen
 from coordinator.fleet.update_norms import FACTOR, OneByOne
-from coordinator.methods import MethodSettings
-from coordinator.methods.fedavg import FedAvg
-from edge_agent.batched import execute
-from edge_agent.worker import Finished
-from fedge import codec
-from fedge.codec import Norms
-from fedge.messages import BlobRef, Codec
-from fedge.sgd import Sgd
-from fedge.step import Declined
-from fedge.steps.train import Start, Train, Trained
-from fedge.tensors import Model, digest_of, unflatten
+from coordinator.methods.baselines.fedavg import FedAvg
+from coordinator.methods.method import MethodSettings
+from edge_agent.device.worker import Finished
+from edge_agent.learning.batched import execute
+from fedge.steps.contract import Declined
+from fedge.steps.sgd import Sgd
+from fedge.steps.training.train import Start, Train, Trained
+from fedge.system.files import digest_of
+from fedge.tensors import codecs
+from fedge.tensors.codecs import Codec, Norms
+from fedge.tensors.layout import Model, unflatten
+from fedge.wire.messages import BlobRef
 from tests.support.device import LAYOUT
 from tests.support.simulation import digits
 
@@ -137,7 +139,7 @@ async def test_one_absurd_update_and_one_absurd_claim_do_not_take_a_federation_o
         outcomes = execute(jobs)
         vast = np.full(layout.n_params, 1e30, np.float32)
         update = Model(vast, np.zeros(0, np.float32), np.zeros(0, np.int64))
-        data = codec.encode(unflatten(update, layout), Codec.FLOAT32)
+        data = codecs.encode(unflatten(update, layout), Codec.FLOAT32)
         ref = BlobRef(digest=digest_of(data), size_bytes=len(data), codec=Codec.FLOAT32)
         outcomes[1] = Finished(Trained(update=ref, n_samples=40), {ref.digest: data})
         return outcomes

@@ -7,17 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.fleet import Fleet
-from coordinator.fleet.simulated import SimulatedFleet
+from coordinator.fleet.fleet import Fleet
+from coordinator.fleet.simulated.fleet import SimulatedFleet
 from coordinator.fleet.versions import Descent, leading_to, put_after
-from coordinator.methods import MethodSettings, dump, load
-from coordinator.methods.fedavg import FedAvg, FedAvgState
-from fedge import codec
-from fedge.messages import BlobRef, blobs_of, shared_bases, way_to
-from fedge.sgd import Sgd
-from fedge.steps.train import Start, Train
-from fedge.task import TaskSpec
-from fedge.tensors import Layout, Model, TensorInfo, unflatten
+from coordinator.methods.baselines.fedavg import FedAvg, FedAvgState
+from coordinator.methods.method import MethodSettings, dump, load
+from fedge.data.task import TaskSpec
+from fedge.steps.sgd import Sgd
+from fedge.steps.training.train import Start, Train
+from fedge.tensors import codecs
+from fedge.tensors.layout import Layout, Model, TensorInfo, unflatten
+from fedge.wire.messages import BlobRef, blobs_of, shared_bases, way_to
 from tests.support.simulation import digits
 
 LAYOUT = Layout(
@@ -54,7 +54,9 @@ def test_a_device_makes_the_very_bytes_of_the_model_from_the_one_before(seed: in
     ref = put_after(fleet, first, after, LAYOUT)
     if ref == first or ref.digest not in fleet.descents:  # the change is lost in what float32 can hold
         return
-    found = codec.apply_differences(BytesIO(fleet.get_bytes(first)), [fleet.get_bytes(fleet.descents[ref.digest].blob)])
+    found = codecs.apply_differences(
+        BytesIO(fleet.get_bytes(first)), [fleet.get_bytes(fleet.descents[ref.digest].blob)]
+    )
     assert b"".join(map(bytes, found)) == fleet.get_bytes(ref)
     got = fleet.get(ref, LAYOUT)
     np.testing.assert_array_equal(got.buffers, after.buffers)

@@ -7,11 +7,11 @@ import msgspec
 import pytest
 
 from coordinator.provision.issuer import Issuer
-from fedge.certificates import load_certificate, new_key, pem_of, request_of
-from fedge.cli import main
-from fedge.config import section_of
-from fedge.identity import Role, Subject, subject_of
-from fedge.kit import unseal
+from fedge.commands.cli import main
+from fedge.identity.certificates import load_certificate, new_key, pem_of, request_of
+from fedge.identity.names import Role, Subject, subject_of
+from fedge.membership.kit import unseal
+from fedge.settings import section_of
 from fedge.tasks import task_spec, write_task
 
 

@@ -13,11 +13,11 @@ import pytest
 
 from coordinator.provision import installation
 from coordinator.provision.installation import conf_file, configure_broker, restart_broker
-from fedge.broker import free_port
-from fedge.credentials import Credentials
+from fedge.commands.broker import free_port
 from fedge.errors import ConfigError
-from fedge.topics import Topics
-from fedge.transport import Transport
+from fedge.membership.credentials import Credentials
+from fedge.wire.topics import Topics
+from fedge.wire.transport import Transport
 from tests.support.federation import NAME
 from tests.support.identities import Authority
 

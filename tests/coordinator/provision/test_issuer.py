@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from cryptography import x509
 
-from coordinator.members import MEMBERS, Member, read_members, write_members
 from coordinator.provision.issuer import SERVER, Federation, Issuer
-from fedge.certificates import (
+from coordinator.provision.members import MEMBERS, Member, read_members, write_members
+from fedge.errors import ConfigError
+from fedge.identity.certificates import (
     device_subject,
     is_past,
     life_of,
@@ -23,10 +24,9 @@ from fedge.certificates import (
     read_request,
     request_of,
 )
-from fedge.errors import ConfigError
-from fedge.files import volatile
-from fedge.identity import CRL, Role, Subject, subject_of
-from fedge.identity import Authority as Verifier
+from fedge.identity.names import CRL, Role, Subject, subject_of
+from fedge.identity.names import Authority as Verifier
+from fedge.system.files import volatile
 from tests.support.identities import Authority
 
 DAY = dt.timedelta(days=1)
@@ -312,7 +312,7 @@ def test_two_commands_at_once_lose_nothing(authority: Authority) -> None:
     many = {f"old{number}": gone for number in range(5000)} | known.members
     write_members(authority.issuer.members_file, type(known)(federation=known.federation, members=many))
     code = "import sys; from pathlib import Path; from coordinator.provision.issuer import Issuer\n"
-    code += "from fedge.certificates import device_subject, new_key\n"
+    code += "from fedge.identity.certificates import device_subject, new_key\n"
     code += "issuer = Issuer(Path(sys.argv[1]))\n"
     code += "print(flush=True); sys.stdin.readline()\n"
     code += "for n in range(5):\n    name = f'{sys.argv[2]}{n}'\n"

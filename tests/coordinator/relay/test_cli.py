@@ -14,23 +14,24 @@ import msgspec
 import numpy as np
 import pytest
 
-from coordinator.fleet.simulated import SimulatedFleet
-from coordinator.methods import MethodSettings, load, make
+from coordinator.fleet.simulated.fleet import SimulatedFleet
+from coordinator.methods.method import MethodSettings, load, make
 from coordinator.relay.cli import RelaySettings, relaying
-from coordinator.service import CoordinatorSettings, serve
+from coordinator.service.service import CoordinatorSettings, serve
 from coordinator.simulation.rounds import run
-from coordinator.store import Store
-from edge_agent.agent import Agent, Identity
-from edge_agent.batched import one_by_one
-from edge_agent.worker import Worker
-from fedge.broker import LocalBroker
-from fedge.files import BlobFolder
-from fedge.identity import Role
-from fedge.messages import BlobRef, Codec
-from fedge.models import initial
-from fedge.sgd import Sgd
+from coordinator.store.store import Store
+from edge_agent.agent.loop import Agent, Identity
+from edge_agent.device.worker import Worker
+from edge_agent.learning.batched import one_by_one
+from fedge.commands.broker import LocalBroker
+from fedge.identity.names import Role
+from fedge.models.network import initial
+from fedge.steps.sgd import Sgd
+from fedge.system.files import BlobFolder
 from fedge.tasks import DeviceData, Partitioning, partition, pool, share_data
-from fedge.tensors import Layout, Tensors, from_bytes, unflatten
+from fedge.tensors.codecs import Codec
+from fedge.tensors.layout import Layout, Tensors, from_bytes, unflatten
+from fedge.wire.messages import BlobRef
 from tests.support.agents import agents
 from tests.support.broker import local_broker
 from tests.support.identities import Authority, OpenBroker

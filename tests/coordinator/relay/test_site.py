@@ -15,19 +15,22 @@ from coordinator.clustering import mctc
 from coordinator.fleet.relayed import Asked, Relay, Relayed, SiteOrders, Sum, Summed
 from coordinator.fleet.sites import SiteSums
 from coordinator.relay.site import Site
-from coordinator.store import Store
-from edge_agent.worker import Finished
-from fedge import codec, models
-from fedge.broker import LocalBroker
-from fedge.egress import PRESETS, Rules
-from fedge.messages import BlobRef, Codec, Order
-from fedge.sgd import Sgd
-from fedge.step import Reveals, body_of
-from fedge.steps.train import Start, Train
-from fedge.stopping import never
+from coordinator.store.store import Store
+from edge_agent.device.worker import Finished
+from fedge.commands.broker import LocalBroker
+from fedge.models import network
+from fedge.privacy.egress import PRESETS, Rules
+from fedge.steps.contract import Reveals, body_of
+from fedge.steps.sgd import Sgd
+from fedge.steps.training.train import Start, Train
+from fedge.system.files import digest_of
+from fedge.system.stopping import never
 from fedge.tasks import Partitioning, partition, pool, share_data, task_spec
-from fedge.tensors import Layout, TensorInfo, digest_of, from_bytes, unflatten
-from fedge.transport import BrokerSettings
+from fedge.tensors import codecs
+from fedge.tensors.codecs import Codec
+from fedge.tensors.layout import Layout, TensorInfo, from_bytes, unflatten
+from fedge.wire.messages import BlobRef, Order
+from fedge.wire.transport import BrokerSettings
 from tests.support.agents import agents
 from tests.support.contracts import order_of
 from tests.support.waiting import until
@@ -45,7 +48,7 @@ def site(tmp_path: Path) -> Iterator[Site]:
 
 
 def put(site: Site, values: list[float]) -> BlobRef:
-    data = codec.encode({"w": np.float32(values)}, Codec.FLOAT32)
+    data = codecs.encode({"w": np.float32(values)}, Codec.FLOAT32)
     return BlobRef(digest=site.store.blobs.put(data), size_bytes=len(data))
 
 
@@ -125,8 +128,8 @@ async def test_what_does_not_answer_the_order_from_above_is_not_handed_on(
     data = share_data(SAMPLES.spec, partition(SAMPLES, 1, Partitioning(), seed=0)[0])
     address = BrokerSettings(one_broker.host, one_broker.port)
     site = Site(address, "all", tmp_path / "relay", SAMPLES.spec, lambda *_: None)
-    layout, first = models.initial(SAMPLES.spec, 0)
-    model = codec.encode(unflatten(first, layout), Codec.FLOAT32)
+    layout, first = network.initial(SAMPLES.spec, 0)
+    model = codecs.encode(unflatten(first, layout), Codec.FLOAT32)
     start = Start(model=BlobRef(digest=digest_of(model), size_bytes=len(model), codec=Codec.FLOAT32))
     train = Train(starts=(start,), sgd=Sgd(steps=1))
     kind = Asked(train.STEP, train.VERSION, body_of(train))

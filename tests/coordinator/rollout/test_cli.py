@@ -6,13 +6,13 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from coordinator.rollout import Plan, Progress
 from coordinator.rollout.cli import RolloutSettings, _observer, plan_of, rollout
+from coordinator.rollout.decision import Plan, Progress
 from coordinator.rollout.folder import Folder, Line, Record, Request
 from coordinator.rollout.service import Release
 from export.signing import Repository
 from fedge.errors import ConfigError
-from fedge.messages import Phase, Quality, RolloutState
+from fedge.wire.messages import Phase, Quality, RolloutState
 from tests.deploy.bundles import variant
 from tests.support.clock import Clock
 

@@ -4,10 +4,10 @@ import time
 import msgspec
 import pytest
 
-from coordinator.rollout import Plan, Progress
+from coordinator.rollout.decision import Plan, Progress
 from coordinator.rollout.folder import Folder, Line, Record, Request
 from fedge.errors import ConfigError, StoreError
-from fedge.messages import Phase, Quality
+from fedge.wire.messages import Phase, Quality
 
 RECORD = Record(
     plan=Plan(id="r", target="2/manifest.json", release=2, digest="a" * 64),

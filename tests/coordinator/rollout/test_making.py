@@ -13,10 +13,10 @@ import pytest
 
 import deploy
 from coordinator.rollout.making import make_release
-from coordinator.store import Store
+from coordinator.store.store import Store
 from export.signing import Repository
-from fedge.bundle import look
-from fedge.cli import main
+from fedge.bundle.manifest import look
+from fedge.commands.cli import main
 from fedge.errors import ConfigError
 from tests.homes.make import TASK
 

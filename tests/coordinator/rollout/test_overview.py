@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from coordinator.rollout import Plan, Progress
+from coordinator.rollout.decision import Plan, Progress
 from coordinator.rollout.folder import Folder, Record, Request
 from coordinator.rollout.overview import Overview
 from export.signing import Repository
 from fedge.errors import ConfigError
-from fedge.messages import RolloutState
+from fedge.wire.messages import RolloutState
 from tests.deploy.bundles import variant
 
 RECORD = Record(plan=Plan(id="r", target="2/manifest.json", release=2, digest="a" * 64), progress=Progress(began=1.0))

@@ -5,18 +5,18 @@ import os
 import pytest
 from msgspec.structs import replace
 
-from coordinator.rollout import Plan, Progress
+from coordinator.rollout.decision import Plan, Progress
 from coordinator.rollout.folder import Folder, News, Record, Request
 from coordinator.rollout.service import Release, Supervisor, begin, requested
 from export.signing import Repository
-from fedge.bundle import BRANCH, INT8
+from fedge.bundle.manifest import BRANCH, INT8
 from fedge.errors import ConfigError, ProtocolError
-from fedge.identity import Role, Subject
-from fedge.messages import Health, Phase, RolloutState, encode
-from fedge.sealed import speaker
-from fedge.tensors import digest_of
-from fedge.topics import Topics
-from fedge.transport import BrokerSettings, Inbound
+from fedge.identity.names import Role, Subject
+from fedge.membership.signed_messages import speaker
+from fedge.system.files import digest_of
+from fedge.wire.messages import Health, Phase, RolloutState, encode
+from fedge.wire.topics import Topics
+from fedge.wire.transport import BrokerSettings, Inbound
 from tests.deploy.bundles import variant
 from tests.support.identities import Authority
 

@@ -18,11 +18,11 @@ import pytest
 
 from coordinator.simulation import compare as module
 from coordinator.simulation.compare import Comparison, compare, compare_runs, methods_of, seeds_of, spread
-from coordinator.simulation.outcome import Cost, RunOutcome
-from coordinator.simulation.report import of_comparison, write_results
+from coordinator.simulation.reports.outcome import Cost, RunOutcome
+from coordinator.simulation.reports.report import of_comparison, write_results
 from coordinator.simulation.settings import CompareSettings, Scenario
-from fedge.child import Child
 from fedge.errors import ConfigError, FruitlessError, StoreError
+from fedge.system.child import Child
 from tests.support.comparison import a_comparison, a_run
 
 SMALL = {"devices": 3, "samples": 200, "rounds": 2, "jobs": 1}
@@ -193,7 +193,7 @@ def children_of(pid: int) -> list[int]:
 @pytest.mark.process
 def test_ctrl_c_ends_all_processes_and_keeps_what_is_done(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "fedge.cli", "compare", "--methods", "local,fedge", "--seeds", "0", "--jobs", "2"]
+    command = [sys.executable, "-m", "fedge", "compare", "--methods", "local,fedge", "--seeds", "0", "--jobs", "2"]
     command += ["--devices", "4", "--samples", "300", "--rounds", "600", "--out", str(out)]
     command += ["--local-steps", "1"]
     with subprocess.Popen(
@@ -217,7 +217,7 @@ def test_ctrl_c_ends_all_processes_and_keeps_what_is_done(tmp_path: Path) -> Non
 
 @pytest.mark.process
 def test_a_killed_process_ends_the_comparison_and_the_others(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "fedge.cli", "compare", "--methods", "local,fedavg,fedge", "--seeds", "0"]
+    command = [sys.executable, "-m", "fedge", "compare", "--methods", "local,fedavg,fedge", "--seeds", "0"]
     command += ["--devices", "4", "--samples", "300", "--rounds", "600", "--local-steps", "1", "--jobs", "2"]
     command += ["--out", str(tmp_path / "out")]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as run:

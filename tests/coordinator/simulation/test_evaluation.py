@@ -8,16 +8,17 @@ import pytest
 
 from benchmarks.default_method import ablated
 from benchmarks.steps.ablated_mixture import FitAblatedMixture
-from coordinator.methods import Option, Server, make
-from coordinator.methods.scmoe_pfl import ScmoePfl, ScmoeState
+from coordinator.methods.method import Option, Server, make
+from coordinator.methods.papers.scmoe_pfl import ScmoePfl, ScmoeState
 from coordinator.simulation.evaluation import Evaluation
 from coordinator.simulation.federation import Federation, gather, partition_samples
 from coordinator.simulation.rounds import run
 from coordinator.simulation.settings import Scenario
-from fedge import bundle, preprocess
+from fedge.bundle import manifest as bundle
+from fedge.data import preprocessing
 from fedge.models.training import Network
-from fedge.steps.fit_mixture import FitMixture
-from fedge.tensors import flatten, from_bytes
+from fedge.steps.mixture.fit_mixture import FitMixture
+from fedge.tensors.layout import flatten, from_bytes
 
 SCENARIO = Scenario(devices=3, samples=300, rounds=3, local_steps=5)
 
@@ -41,7 +42,7 @@ async def finished(tmp_path: Path, name: str, scenario: Scenario = SCENARIO, opt
 
 def accuracy(federation: Federation, device_id: str, model) -> float:
     share = federation.shares[device_id]
-    logits = Network(federation.task).logits(model, preprocess.apply(federation.task, share.x_test))
+    logits = Network(federation.task).logits(model, preprocessing.apply(federation.task, share.x_test))
     return float((logits.argmax(axis=1) == share.y_test).mean())
 
 

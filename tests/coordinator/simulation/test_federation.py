@@ -4,10 +4,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coordinator.fleet import devices
+from coordinator.fleet.simulated import devices
 from coordinator.simulation.federation import KEPT, gather, machines, partition_samples
 from coordinator.simulation.settings import Scenario
-from fedge import preprocess
+from fedge.data import preprocessing
 from fedge.errors import ConfigError
 from fedge.tasks import pool
 from tests.fedge.tasks.test_har import write
@@ -19,8 +19,11 @@ def test_every_sample_is_in_one_place_and_the_global_test_set_in_none_of_the_dev
     assert federation.server_data is not None
     assert (len(federation.server_data[1]), len(federation.global_test[1])) == (30, 70)
     raw = [part for share in federation.shares.values() for part in (share.x_train, share.x_val, share.x_test)]
-    parts = [preprocess.apply(federation.task, x) for x in raw] + [federation.global_test[0], federation.server_data[0]]
-    expected = preprocess.apply(federation.task, pool("digits", seed=3, limit=500).x)
+    parts = [preprocessing.apply(federation.task, x) for x in raw] + [
+        federation.global_test[0],
+        federation.server_data[0],
+    ]
+    expected = preprocessing.apply(federation.task, pool("digits", seed=3, limit=500).x)
     assert sorted(row.tobytes() for x in parts for row in x) == sorted(row.tobytes() for row in expected)
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 import fedge
-from coordinator.methods.fedavg import FedAvg
+from coordinator.methods.baselines.fedavg import FedAvg
 from coordinator.simulation.run import LOOK_S, run_to_end
 from coordinator.simulation.settings import CompareSettings, SimulationSettings, TuneSettings
 from fedge.errors import ConfigError
@@ -213,7 +213,7 @@ def test_ctrl_c_ends_a_script_and_leaves_nothing(code: str, tmp_path: Path) -> N
         ({"alpha": 0.1, "partition": "iid"}, "changes nothing"),
         ({"model": 3}, "a network is a name"),
         ({"method": 3}, "method: Expected `str`, got `int`"),
-        ({"method": dict}, "is no method: it must be a subclass of coordinator.methods.Method"),
+        ({"method": dict}, "is no method: it must be a subclass of coordinator.methods.method.Method"),
         ({"optimizer": "adam"}, "unknown key optimizer in the arguments: devices learn by SGD"),
         ({"loss": "mse"}, "unknown key loss in the arguments: devices learn by cross-entropy; for another loss write"),
         ({"lr": 0.1}, "unknown key lr in the arguments: it is called learning_rate"),

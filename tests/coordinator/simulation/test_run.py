@@ -3,13 +3,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from coordinator.methods import Server, installed_methods, make
+from coordinator.methods.method import Server, installed_methods, make
 from coordinator.simulation.federation import partition_samples
-from coordinator.simulation.outcome import DeviceOutcome, RunOutcome, worst_decile
-from coordinator.simulation.report import lines_of
+from coordinator.simulation.reports.outcome import DeviceOutcome, RunOutcome, worst_decile
+from coordinator.simulation.reports.report import lines_of
 from coordinator.simulation.run import of_bundles, run_on, simulate, validate
 from coordinator.simulation.settings import Scenario
-from edge_agent.privacy_ledger import Ledger
+from edge_agent.privacy.dp_ledger import Ledger
 from fedge.errors import ConfigError, FruitlessError
 from tests.support.comparison import a_score
 

@@ -3,7 +3,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from coordinator.service import CoordinatorSettings
+from coordinator.service.service import CoordinatorSettings
 from coordinator.simulation.settings import (
     CompareSettings,
     DemoSettings,
@@ -11,9 +11,9 @@ from coordinator.simulation.settings import (
     Setup,
     SimulationSettings,
 )
-from fedge.config import describe
 from fedge.errors import ConfigError
-from fedge.sgd import Sgd
+from fedge.settings import describe
+from fedge.steps.sgd import Sgd
 from fedge.tasks import partition
 from fedge.tasks.partition import check_partitioning, samples_of
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from coordinator.methods import make
-from coordinator.options import resolve_options
-from coordinator.service import CoordinatorSettings
+from coordinator.methods.method import make
+from coordinator.methods.options import resolve_options
+from coordinator.service.service import CoordinatorSettings
 from coordinator.simulation.run import validate
 from coordinator.simulation.settings import Scenario, SimulationSettings, TuneSettings
 from coordinator.simulation.tune import (
@@ -23,8 +23,8 @@ from coordinator.simulation.tune import (
     keep_search,
     ranges_of,
 )
-from fedge.config import resolve
 from fedge.errors import ConfigError, FruitlessError, ProtocolError
+from fedge.settings import resolve
 
 
 def test_by_default_the_learning_rate_and_the_options_with_bounds_are_searched() -> None:

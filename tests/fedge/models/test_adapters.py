@@ -12,16 +12,16 @@ import torch
 from torch import nn
 
 from export import Candidate, GateWeights, Mixture, write_bundle
-from fedge import models
-from fedge.bundle import SKELETON
+from fedge.bundle.manifest import SKELETON
+from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError
-from fedge.messages import Role
+from fedge.models import network as models
 from fedge.models.adapters import LARGE, Adapter, StillNorm
 from fedge.models.training import Network, Trainer
-from fedge.sgd import Sgd
-from fedge.task import TaskSpec
-from fedge.tensors import Model, Tensors, to_bytes, unflatten
-from fedge.weights import with_network
+from fedge.models.weights import with_network
+from fedge.steps.sgd import Sgd
+from fedge.tensors.layout import Model, Tensors, to_bytes, unflatten
+from fedge.wire.messages import Role
 
 TASK = TaskSpec(name="toy", classes=tuple("abc"), input_shape=(3, 8, 8), model=f"{__name__}:small")
 NORMS = {"1", "4"}

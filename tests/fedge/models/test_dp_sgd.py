@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.nn import functional
 
+from fedge.data.task import TaskSpec
 from fedge.models.dp_sgd import Clipping, PrivateNetwork, clipped_sum, normal, poisson_batches, uniform
 from fedge.models.training import Network, Trainer, cross_entropy
-from fedge.sgd import Sgd
-from fedge.task import TaskSpec
+from fedge.steps.sgd import Sgd
 
 TASK = TaskSpec(name="toy", classes=("a", "b", "c"), input_shape=(1, 8, 8), model="cnn", model_options={"channels": 4})
 NO_NOISE = Clipping(clip_norm=1.0, noise_multiplier=0.0)

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from fedge.loading import hold
+from fedge.data.preprocessing import apply
+from fedge.data.task import Preprocessing, TaskSpec
 from fedge.models.lookups import MOST_COLUMNS, leave_lookups
-from fedge.preprocess import apply
-from fedge.task import Preprocessing, TaskSpec
+from fedge.models.weights import with_network
+from fedge.system.loading import hold
 from fedge.tasks import Task, pool
 from fedge.tasks.partition import Partitioning, samples_of
-from fedge.weights import with_network
 
 SCALED = Preprocessing(mean=(3.0,) * 6, std=(2.0,) * 6)
 

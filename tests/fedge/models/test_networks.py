@@ -2,10 +2,10 @@ import msgspec
 import pytest
 import torch
 
-from fedge import models
+from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError
+from fedge.models import network as models
 from fedge.models.networks import NETWORKS
-from fedge.task import TaskSpec
 
 TASK = TaskSpec(name="t", classes=tuple("0123456789"), input_shape=(1, 28, 28), model="mlp")
 

@@ -10,11 +10,11 @@ import torch
 
 import deploy
 from export import Candidate, GateWeights, Mixture, write_bundle
-from fedge import models
-from fedge.messages import Role
+from fedge.data.task import TaskSpec
+from fedge.models import network as models
 from fedge.models.resnet_moe import Block, ResNetMoE
-from fedge.task import TaskSpec
-from fedge.tensors import flatten, unflatten
+from fedge.tensors.layout import flatten, unflatten
+from fedge.wire.messages import Role
 
 
 @pytest.mark.parametrize("top", [1, 2, 3])

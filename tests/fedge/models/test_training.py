@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from fedge import models
+from fedge.data.task import TaskSpec
+from fedge.models import network as models
 from fedge.models.training import (
     CHUNK,
     PADDING,
@@ -34,11 +35,10 @@ from fedge.models.training import (
     tensor,
     torch_device,
 )
-from fedge.processor import Processor
-from fedge.sgd import Sgd
-from fedge.stopping import StoppedError
-from fedge.task import TaskSpec
-from fedge.tensors import HEAD, unflatten
+from fedge.steps.sgd import Sgd
+from fedge.system.processor import Processor
+from fedge.system.stopping import StoppedError
+from fedge.tensors.layout import HEAD, unflatten
 
 TASK = TaskSpec(name="toy", classes=("a", "b", "c"), input_shape=(5,), model="mlp", model_options={"hidden": 7})
 LAYOUT, START = models.initial(TASK, 3)

@@ -7,37 +7,45 @@ from typing import Any
 import msgspec
 import pytest
 
-from fedge.bundle import MAX_POOL
 from fedge.errors import ConfigError, ProtocolError
-from fedge.fixed_point import n_bytes
-from fedge.messages import BlobRef, Order, Report, Role, decode, encode
-from fedge.sgd import Sgd
-from fedge.step import HARMLESS, Action, Result, installed_steps, read_action, read_result, report_of, unaccounted
-from fedge.steps.confirm_sum import ConfirmSum, SumConfirmed
-from fedge.steps.describe_labels import DescribeLabels, LabelsDescribed
-from fedge.steps.fit_candidates import CandidatesFitted, FitCandidates
-from fedge.steps.fit_energy import EnergyFitted, FitEnergy
-from fedge.steps.fit_gate import FitGate
-from fedge.steps.fit_mixture import FitMixture
-from fedge.steps.fit_pool import FitPool
-from fedge.steps.fit_weights import Calibration, FitWeights, WeightsFitted
-from fedge.steps.install import FineTune, Install, Installed
-from fedge.steps.install_bundle import InstallBundle
-from fedge.steps.mask_keys import KeysMade, MaskKeys
-from fedge.steps.mask_shares import MAX_COHORT, MaskShares, SharesMade
-from fedge.steps.mean_features import MAX_FEATURES, FeaturesMeasured, MeanFeatures
-from fedge.steps.profile import Profile, Profiled
-from fedge.steps.route import Route, Routed
-from fedge.steps.share_private import PrivateShared, SharePrivate
-from fedge.steps.train import MAX_STARTS, Start, Train, Trained, kept_by
-from fedge.steps.train_dbe import TrainDbe
-from fedge.steps.train_ditto import TrainDitto
-from fedge.steps.train_dp import Privacy, TrainDp, TrainedDp, require_no_statistics
-from fedge.steps.train_masked import TrainedMasked, TrainMasked
-from fedge.steps.train_rod import TrainRod
-from fedge.steps.trial import Trial, Tried
-from fedge.steps.unmask import Unmask, Unmasked
-from fedge.tensors import BASE, HEAD, Layout, Selector, TensorInfo
+from fedge.steps.contract import (
+    HARMLESS,
+    Action,
+    Result,
+    installed_steps,
+    read_action,
+    read_result,
+    report_of,
+    unaccounted,
+)
+from fedge.steps.descriptions.describe_labels import DescribeLabels, LabelsDescribed
+from fedge.steps.descriptions.mean_features import MAX_FEATURES, FeaturesMeasured, MeanFeatures
+from fedge.steps.descriptions.profile import Profile, Profiled
+from fedge.steps.descriptions.route import Route, Routed
+from fedge.steps.descriptions.trial import Trial, Tried
+from fedge.steps.masked.confirm_sum import ConfirmSum, SumConfirmed
+from fedge.steps.masked.mask_keys import KeysMade, MaskKeys
+from fedge.steps.masked.mask_shares import MAX_COHORT, MaskShares, SharesMade
+from fedge.steps.masked.train_masked import TrainedMasked, TrainMasked
+from fedge.steps.masked.unmask import Unmask, Unmasked
+from fedge.steps.mixture.fit_candidates import CandidatesFitted, FitCandidates
+from fedge.steps.mixture.fit_energy import EnergyFitted, FitEnergy
+from fedge.steps.mixture.fit_gate import FitGate
+from fedge.steps.mixture.fit_mixture import FitMixture
+from fedge.steps.mixture.fit_pool import MAX_POOL, FitPool
+from fedge.steps.mixture.fit_weights import Calibration, FitWeights, WeightsFitted
+from fedge.steps.mixture.install import FineTune, Install, Installed
+from fedge.steps.mixture.install_bundle import InstallBundle
+from fedge.steps.sgd import Sgd
+from fedge.steps.training.share_private import PrivateShared, SharePrivate
+from fedge.steps.training.train import MAX_STARTS, Start, Train, Trained, kept_by
+from fedge.steps.training.train_dbe import TrainDbe
+from fedge.steps.training.train_ditto import TrainDitto
+from fedge.steps.training.train_dp import Privacy, TrainDp, TrainedDp, require_no_statistics
+from fedge.steps.training.train_rod import TrainRod
+from fedge.tensors.fixed_point import n_bytes
+from fedge.tensors.layout import BASE, HEAD, Layout, Selector, TensorInfo
+from fedge.wire.messages import BlobRef, Order, Report, Role, decode, encode
 from tests.support.contracts import LAYOUT, REF, TASK, order_of
 
 PLAIN = BlobRef(digest="0" * 64, size_bytes=1)

@@ -3,8 +3,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError
-from fedge.task import TaskSpec
 from fedge.tasks.data import DeviceData, user_task
 
 

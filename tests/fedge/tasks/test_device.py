@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from fedge.data.task import Preprocessing, TaskSpec
 from fedge.errors import ConfigError
-from fedge.task import Preprocessing, TaskSpec
 from fedge.tasks import device_data, device_inputs, labelled, task_spec
 
 WINDOWS = TaskSpec(

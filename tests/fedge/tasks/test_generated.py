@@ -5,8 +5,8 @@ import pickle
 import numpy as np
 import pytest
 
+from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError
-from fedge.task import TaskSpec
 from fedge.tasks import Partitioning, Pool
 from fedge.tasks.generated import Generated
 

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
+from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError
-from fedge.loading import hold
-from fedge.models import build, initial
-from fedge.task import TaskSpec
+from fedge.models.network import build, initial
+from fedge.system.loading import hold
 from fedge.tasks import Task, pool
 from fedge.tasks.own import name_of
-from fedge.tensors import HEAD
+from fedge.tensors.layout import HEAD
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.random((30, 5)), RNG.integers(0, 3, 30)

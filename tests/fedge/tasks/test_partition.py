@@ -9,9 +9,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fedge.config import given as from_config
+from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError
-from fedge.task import TaskSpec
+from fedge.settings import given as from_config
 from fedge.tasks import Partitioning, Pool, Share, device_data, partition, pool, set_apart, share_data, write_share
 from fedge.tasks.partition import MIN_SAMPLES, How, samples_of
 from fedge.tasks.partitioners import Milder, Sizes

@@ -12,9 +12,9 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from fedge import preprocess
+from fedge.data import preprocessing
+from fedge.data.task import Preprocessing, TaskSpec
 from fedge.errors import ConfigError
-from fedge.task import Preprocessing, TaskSpec
 from fedge.tasks import DeviceData, Pool, pool
 
 
@@ -48,7 +48,7 @@ def test_digits_are_whole(digits: Pool) -> None:
     assert digits.x.shape == (1797, 8, 8)
     assert (int(digits.x.min()), int(digits.x.max()), digits.x.dtype) == (0, 16, np.uint8)
     assert np.bincount(digits.y).tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
-    x = preprocess.apply(digits.spec, digits.x)
+    x = preprocessing.apply(digits.spec, digits.x)
     assert x.shape == (1797, 1, 8, 8)
     scaled = x.astype(np.float64) * digits.spec.preprocessing.std + digits.spec.preprocessing.mean
     assert scaled.min() == pytest.approx(0, abs=1e-6)

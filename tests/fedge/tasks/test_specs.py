@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fedge import models
+from fedge.data.preprocessing import apply
+from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError
-from fedge.preprocess import apply
-from fedge.task import TaskSpec
+from fedge.models import network
 from fedge.tasks import task_spec, write_task
 from fedge.tasks.specs import BUILT_IN, MOST_SCALES, spec_of_arrays
 
@@ -17,11 +17,11 @@ from fedge.tasks.specs import BUILT_IN, MOST_SCALES, spec_of_arrays
 def test_built_in_tasks_have_a_network(name: str) -> None:
     spec = task_spec(name, None)
     assert spec.name == name
-    assert models.initial(spec, 0)[0].n_params > 0
+    assert network.initial(spec, 0)[0].n_params > 0
 
 
 def test_digits_have_2410_parameters() -> None:
-    assert models.initial(task_spec("digits", None), 0)[0].n_params == 2410
+    assert network.initial(task_spec("digits", None), 0)[0].n_params == 2410
 
 
 def test_a_written_task_is_read_again(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_without_data_or_with_a_wrong_name() -> None:
 
 def test_a_task_of_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_own_task.py").write_text(
-        "from fedge.task import TaskSpec\n"
+        "from fedge.data.task import TaskSpec\n"
         "class Mine:\n"
         "    def spec(self, data):\n"
         "        return TaskSpec(name='any', classes=('a', 'b'), input_shape=(2,), model='mlp')\n"
@@ -191,7 +191,7 @@ class Nothing: ...
             "failing_tasks:Describing.spec fails with ZeroDivisionError: division by zero (failing_tasks.py,",
         ),
         ("Exiting", "failing_tasks:Exiting.spec fails with SystemExit: no licence (failing_tasks.py, line 7)"),
-        ("Other", "failing_tasks:Other.spec returned dict, not a fedge.task.TaskSpec"),
+        ("Other", "failing_tasks:Other.spec returned dict, not a fedge.data.task.TaskSpec"),
         ("WithoutData", "failing_tasks:WithoutData.spec fails with TypeError: WithoutData.spec() takes 1 positional"),
         ("Nothing", "failing_tasks:Nothing.spec fails with AttributeError: 'Nothing' object has no attribute 'spec'"),
     ],

@@ -1,0 +1,251 @@
+"""Devices and how they do work: a method writes actions for devices, and a fleet brings back their answers.
+
+Methods see only this interface. It has two implementations: `coordinator.fleet.mqtt` (real devices) and
+`coordinator.fleet.simulated` (workers in this process).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from coordinator.fleet.versions import Descent, leading_to
+from coordinator.store.records import Device
+from fedge.data.task import TaskSpec
+from fedge.errors import ConfigError, ProtocolError
+from fedge.models.weights import needed_on_devices
+from fedge.steps.contract import Action, Refusal, Result, body_of, read_result, require
+from fedge.tensors.codecs import Codec, Norms
+from fedge.tensors.layout import Layout, Model, Tensors, views_of
+from fedge.wire.messages import MAX_BODY_BYTES, BlobRef, Difference, Order, Report, blobs_of
+
+if TYPE_CHECKING:
+    from coordinator.fleet.sites import Sites
+
+
+def asked(
+    devices: Mapping[str, Device], actions: Mapping[str, Action], task: TaskSpec
+) -> tuple[dict[str, Action], dict[str, Refusal]]:
+    """The actions to send, and immediate answers for devices that are not asked; both by id.
+
+    Devices that get the same action, and know and withhold the same, share one: what is sent is then encoded once.
+    """
+    frozen = needed_on_devices(task)
+    shared: dict[tuple[int, tuple[str, ...], int | None], Action | Refusal] = {}
+
+    def sent(device: Device, action: Action) -> Action | Refusal:
+        version = action.VERSION if device.steps is None else device.steps.get(action.STEP)
+        key = id(action), device.withholds, version
+        if key not in shared:
+            trained = frozen is not None and action.TRAINS
+            shared[key] = device.asked(msgspec.structs.replace(action, weights=frozen) if trained else action)
+        return shared[key]
+
+    found = {i: sent(devices[i], action) for i, action in actions.items()}
+    refused = {i: each for i, each in found.items() if isinstance(each, Refusal)}
+    return {i: each for i, each in found.items() if isinstance(each, Action)}, refused
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A device's answer. `result` None: nothing acceptable came in time. `seconds`: the device's own time.
+
+    `round`: in which the order was written; for answers that are rounds late (`Fleet.stream`), this gives the
+    staleness.
+    """
+
+    device_id: str
+    result: Result | None
+    seconds: float = 0.0
+    round: int = field(default=0, compare=False)
+
+
+class Seen(msgspec.Struct, frozen=True, kw_only=True):
+    """An accepted update, as a reference for later ones."""
+
+    norms: Norms
+    n_samples: int
+
+
+def order_for(
+    run: str,
+    seed: int,
+    round_number: int,
+    label: str,
+    device_id: str,
+    task_fingerprint: str,
+    action: Action,
+    *,
+    left_s: float,
+    descents: Mapping[str, Descent] | None = None,
+    issue: str = "",
+    body: bytes | None = None,
+) -> Order:
+    """The order for one action; equal run, issue, round, label and device give equal id and seed.
+
+    `body`: the action as bytes, where many orders share it.
+    """
+    steps = leading_to(blobs_of(action), descents) if descents else {}
+    entropy = hashlib.sha256(f"{seed}.{round_number}.{label}.{device_id}".encode()).digest()
+    return Order(
+        id=f"{run}{issue}.{round_number}.{label}.{device_id}",
+        device_id=device_id,
+        run=run,
+        round=round_number,
+        label=label,
+        seed=int.from_bytes(entropy[:6]),
+        task_fingerprint=task_fingerprint,
+        left_s=left_s,
+        step=action.STEP,
+        version=action.VERSION,
+        body=body_of(action) if body is None else body,
+        differences={digest: Difference(base=step.base, blob=step.blob) for digest, step in steps.items()},
+    )
+
+
+def checked(action: Action, report: Report, task: TaskSpec) -> Result:
+    """The result in a report, if it answers the action in this task; tensors are checked when decoded.
+
+    Raises:
+        ProtocolError: `malformed`, `not-finite`, `wrong-result`, or a name from the step's own check.
+    """
+    return answering(action, read_result(report, action), task)
+
+
+def answering(action: Action, result: Result, task: TaskSpec) -> Result:
+    """The result, if it answers the action in this task; both fleets use this check.
+
+    Raises:
+        ProtocolError: `wrong-result`, or a name from the step's own check.
+    """
+    if not isinstance(result, Refusal):
+        require(isinstance(result, action.RESULT), f"{type(result).__name__} does not answer {action.STEP}")
+        action.check(result, task)
+    return result
+
+
+def require_sendable(actions: Iterable[Action]) -> None:
+    """Refuse, before sending, options that no message can hold and every device would refuse.
+
+    Raises:
+        ConfigError: a value is out of the protocol's range; the text names the field.
+    """
+    for action in {id(action): action for action in actions}.values():  # usually one action shared by all
+        try:
+            body = body_of(action)
+            msgspec.msgpack.decode(body, type=type(action))
+        except (TypeError, msgspec.ValidationError, OverflowError, ValueError) as error:
+            raise ConfigError(
+                f"no order can hold this: {error}; change the option of the method that sets it"
+            ) from error
+        if len(body) > MAX_BODY_BYTES:
+            raise ConfigError(
+                f"{type(action).__name__} of {len(body)} bytes fits into no order, which holds {MAX_BODY_BYTES}: put "
+                "large parts into a file (fleet.put_bytes), and name that"
+            )
+
+
+class Fleet:
+    """The devices of a federation, as a method sees them in one round. `task`: what they learn.
+
+    Here it is a fleet around another one, to which all requests go; subclasses change some of them, or all.
+    """
+
+    task: TaskSpec
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self.task = fleet.task
+
+    @property
+    def descents(self) -> dict[str, Descent] | None:
+        """Of models stored as successors of others (`coordinator.fleet.versions`); None: there are none."""
+        return self._fleet.descents
+
+    @descents.setter
+    def descents(self, descents: dict[str, Descent] | None) -> None:
+        self._fleet.descents = descents
+
+    @property
+    def sites(self) -> Sites | None:
+        """Where updates lie that are summed in place, such as behind relays; None: nowhere."""
+        return self._fleet.sites
+
+    def devices(self) -> tuple[Device, ...]:
+        """Devices that can train, by ascending id; a snapshot stored at the start of the round."""
+        return self._fleet.devices()
+
+    def inference_only(self) -> tuple[Device, ...]:
+        """Devices that cannot train, by ascending id, from the same snapshot: for steps without torch."""
+        return self._fleet.inference_only()
+
+    async def run(self, label: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
+        """Have each device do its action; one answer per action, by ascending device id.
+
+        `label` is unique within the round. A device that does not know the step is not asked and answers `Unsupported`;
+        one whose owner withholds what the step reveals answers `Declined`. Returns when all have answered, or at the
+        round's deadline. When called again after a crash with the same label and actions, answered work is not
+        repeated.
+        """
+        return await self._fleet.run(label, actions)
+
+    def stream(self, label: str, actions: Mapping[str, Action], seen: Sequence[Seen] = ()) -> AsyncIterator[Answer]:
+        """Have each device do its action; yields answers as they arrive.
+
+        `label` is unique within the round. Each device has a day, whatever the round's deadline, since nobody waits for
+        it. `seen`: earlier updates against which the norms of new ones are measured, along with each other.
+
+        Answers to orders left open by earlier streams of this run are included. A caller that leaves the loop leaves
+        the rest open; their answers arrive in a later stream, possibly of a later round. The stream ends when no order
+        is open; an order that is never answered yields an answer without result.
+
+        The order of answers is recorded before each is yielded. After a crash, the same calls first replay the answers
+        yielded in this round, then continue.
+        """
+        return self._fleet.stream(label, actions, seen)
+
+    def busy(self) -> frozenset[str]:
+        """Devices with a streamed order whose answer has not been yielded yet; the same after a crash."""
+        return self._fleet.busy()
+
+    def put(self, tensors: Mapping[str, NDArray[np.generic]], codec_: Codec = Codec.FLOAT32) -> BlobRef:
+        """Store a model that actions can refer to. Equal tensors give an equal reference."""
+        return self._fleet.put(tensors, codec_)
+
+    def put_model(self, model: Model, layout: Layout) -> BlobRef:
+        """`put` the tensors of a model, exactly; nobody may change it any more."""
+        return self._fleet.put_model(model, layout)
+
+    def put_bytes(self, data: bytes) -> BlobRef:
+        """Store a file that actions can refer to; the codec in the reference is meaningless."""
+        return self._fleet.put_bytes(data)
+
+    def get(self, ref: BlobRef, layout: Layout) -> Model:
+        """A model or an accepted update; an update's `params` are the difference from its start."""
+        return self._fleet.get(ref, layout)
+
+    def norms(self, ref: BlobRef, layout: Layout) -> Norms:
+        """L2 norms of the parameters and of the buffers of what `get` returns; known for updates of the last step."""
+        return self._fleet.norms(ref, layout)
+
+    def get_bytes(self, ref: BlobRef) -> bytes:
+        """The bytes of a blob that this side `put` or a device sent."""
+        return self._fleet.get_bytes(ref)
+
+    def get_tensors(self, ref: BlobRef) -> Tensors:
+        """Tensors in FLOAT32 that this side `put` or a device sent, with any names and shapes; not to be changed."""
+        return views_of(self.get_bytes(ref))
+
+    def accuse(self, device_id: str, error: ProtocolError) -> None:
+        """Log what a device has sent amiss, and record it as evidence (`coordinator.fleet.quarantine`)."""
+        self._fleet.accuse(device_id, error)
+
+    def note(self, event: str, fields: Mapping[str, object]) -> None:
+        """Record a method's decision for people to read; no effect otherwise."""
+        self._fleet.note(event, fields)

@@ -1,0 +1,116 @@
+"""Checks of large updates in separate processes: several at once, on processors that the event loop does not need."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Final
+
+from msgspec import Struct
+
+from fedge.errors import ProtocolError, StoreError
+from fedge.system.child import Child, DiedError
+from fedge.tensors import codecs
+from fedge.tensors.codecs import Codec
+from fedge.tensors.layout import Layout
+
+log = logging.getLogger("fedge.coordinator")
+
+SMALL: Final = 65_536
+"""Most numbers of an update that is checked in a thread: at up to a millisecond, asking a process takes longer."""
+MAX_PROCESSES: Final = 8
+"""Each takes about 60 MB besides the update; eight check more than one event loop receives."""
+ATTEMPTS: Final = 3
+"""An update is refused after this many processes have died while checking it."""
+
+
+class Checked(Struct, frozen=True):
+    """The norms of an update, or the name and detail of the `ProtocolError`; neither if its file is gone."""
+
+    norms: codecs.Norms | None = None
+    refused: tuple[str, str] | None = None
+
+
+def checked(file: Path, how: Codec, layout: Layout) -> Checked:
+    """What `fedge.tensors.codecs.check` says of the update in a file.
+
+    Raises:
+        StoreError: the disk cannot be read.
+    """
+    try:
+        return Checked(norms=codecs.check(file.read_bytes(), how, layout))
+    except ProtocolError as error:
+        return Checked(refused=(error.name, str(error).removeprefix(f"{error.name}: ")))
+    except FileNotFoundError:
+        return Checked()
+    except MemoryError:
+        return Checked(refused=("unchecked", "it needs more memory than is free"))
+    except OSError as error:
+        raise StoreError(f"{file} cannot be read: {error}") from error
+
+
+class CheckPool:
+    """Checks updates in files. Small ones in a thread, one at a time; large ones in up to eight processes.
+
+    A process starts when it is first needed, and is replaced if it dies; the check is then repeated. The kernel ends it
+    with this one. Call `close` in the end.
+    """
+
+    def __init__(self) -> None:
+        n = min(len(os.sched_getaffinity(0)), MAX_PROCESSES)
+        self._threads = ThreadPoolExecutor(n, thread_name_prefix="fedge-check")  # one for each process
+        self._children: dict[int, Child] = {}  # by thread
+        self._closing = False
+        self._small = asyncio.Lock()
+
+    async def norms(self, file: Path, how: Codec, layout: Layout) -> codecs.Norms:
+        """The norms of an update, once it is checked.
+
+        Args:
+            file: with its bytes.
+            how: they are encoded.
+            layout: its tensors.
+
+        Raises:
+            ProtocolError: as `fedge.tensors.codecs.check`, or `unchecked`: processes died of it.
+            FileNotFoundError: there is no such file.
+            StoreError: it cannot be read.
+        """
+        if sum(tensor.size for tensor in layout.tensors) <= SMALL:
+            async with self._small:
+                found = await asyncio.to_thread(checked, file, how, layout)
+        else:
+            loop = asyncio.get_running_loop()
+            found = await loop.run_in_executor(self._threads, self._by_process, file, how, layout)
+        if found.refused is not None:
+            raise ProtocolError(*found.refused)
+        if found.norms is None:
+            raise FileNotFoundError(file)
+        return found.norms
+
+    def close(self) -> None:
+        """End all processes; checks that are under way fail."""
+        self._closing = True
+        self._threads.shutdown(cancel_futures=True)
+        for child in self._children.values():
+            child.close()
+
+    def _by_process(self, file: Path, how: Codec, layout: Layout) -> Checked:
+        """`checked` in the process of this thread."""
+        me = threading.get_ident()
+        for _ in range(ATTEMPTS):
+            try:
+                child = self._children.pop(me, None) or Child("coordinator.fleet.mqtt.checking:checked")
+                found = child.call(file, how, layout, returns=Checked, stop=lambda: self._closing)
+            except (DiedError, OSError) as error:  # OSError: no further process could be started
+                log.warning("event=check_died digest=%s reason=%r", file.name, str(error))
+            else:
+                self._children[me] = child
+                return found
+        return Checked(
+            refused=("unchecked", f"{ATTEMPTS} processes died while they checked it, or could not be started")
+        )

@@ -1,0 +1,123 @@
+"""Open orders: when each is sent, repeated and expires. Decided here, carried out by `coordinator.fleet.mqtt`.
+
+Nothing here does IO or reads a clock. The store holds the truth about an order: whoever closes it first, a report's
+verdict or the deadline, here or in an intake, has the last word.
+
+An order is repeated until its report arrives. A device repeats its report until it has the verdict.
+
+Orders carry the time left for them; the book counts it by a monotonic clock.
+
+An event costs O(log n) for n orders: a heap holds when each is due, and stale entries are dropped when they come up.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import msgspec
+
+from fedge.wire.messages import Order
+
+FIRST_RESEND_S: Final = 2.0
+LAST_RESEND_S: Final = 30.0
+"""An order is repeated after 2, 4, 8, ... 30 s: a broker may drop it silently, a device may just be starting."""
+
+
+class Due(NamedTuple):
+    """What is due: orders to send, whose `left_s` counts from now, and orders whose time is over."""
+
+    sent: list[Order]
+    expired: list[Order]
+
+
+@dataclass(slots=True)
+class _Open:
+    order: Order
+    deadline: float
+    resend_at: float
+    resend_after_s: float = FIRST_RESEND_S
+
+    @property
+    def due_at(self) -> float:
+        """When the next thing is due; infinite: nothing."""
+        return min(self.resend_at, self.deadline)
+
+
+class OrderBook:
+    """The open orders. Times are seconds by a monotonic clock."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, _Open] = {}
+        self._of_device: defaultdict[str, dict[str, _Open]] = defaultdict(dict)
+        self._heap: list[tuple[float, str]] = []  # (due at, order id)
+
+    def add(self, orders: Iterable[Order], now: float) -> None:
+        """Add orders, whose `left_s` counts from `now`; they are due at once."""
+        for order in orders:
+            self._open[order.id] = held = _Open(order, now + order.left_s, now)
+            self._of_device[order.device_id][order.id] = held
+            self._enter(held)
+
+    def order(self, order_id: str) -> Order | None:
+        """An open order; None: it is not open, or not ours."""
+        held = self._open.get(order_id)
+        return held.order if held else None
+
+    def hold(self, order_id: str) -> None:
+        """Stop repeating an order, since its report is here."""
+        self._open[order_id].resend_at = math.inf
+        self._enter(self._open[order_id])
+
+    def close(self, order_id: str) -> bool:
+        """Drop an order that the store shows as closed; False: it was not open here."""
+        if (held := self._open.pop(order_id, None)) is None:
+            return False
+        del self._of_device[held.order.device_id][order_id]
+        if len(self._heap) > 2 * len(self._open) + 64:  # most are stale, and may be so for a day
+            self._heap = [(held.due_at, i) for i, held in self._open.items() if held.due_at < math.inf]
+            heapq.heapify(self._heap)
+        return True
+
+    def next_wakeup(self) -> float:
+        """When an order is next due; infinite: never."""
+        while self._heap:
+            at, order_id = self._heap[0]
+            if order_id in self._open and self._open[order_id].due_at == at:
+                return at
+            heapq.heappop(self._heap)  # stale
+        return math.inf
+
+    def due(self, now: float) -> Due:
+        """What is due by `now`. Expired orders stay open until the store shows them as closed."""
+        found = Due([], [])
+        while self.next_wakeup() <= now:
+            held = self._open[heapq.heappop(self._heap)[1]]
+            if held.deadline <= now:
+                held.resend_at = held.deadline = math.inf
+                found.expired.append(held.order)
+            else:
+                found.sent.append(self._send(held, now))
+        return found
+
+    def appeared(self, device_id: str, now: float) -> list[Order]:
+        """The orders to send to a device that is present (again): it may have missed what was sent before."""
+        waiting = [held for held in self._of_device.get(device_id, {}).values() if held.resend_at < math.inf]
+        for held in waiting:
+            held.resend_after_s = FIRST_RESEND_S
+        return [self._send(held, now) for held in waiting if now < held.deadline]
+
+    def _send(self, held: _Open, now: float) -> Order:
+        held.resend_at = now + held.resend_after_s
+        held.resend_after_s = min(2 * held.resend_after_s, LAST_RESEND_S)
+        self._enter(held)
+        return msgspec.structs.replace(held.order, left_s=held.deadline - now)
+
+    def _enter(self, held: _Open) -> None:
+        """Enter the order's due time into the heap; an earlier entry goes stale."""
+        if held.due_at < math.inf:
+            heapq.heappush(self._heap, (held.due_at, held.order.id))

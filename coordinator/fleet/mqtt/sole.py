@@ -1,0 +1,178 @@
+"""One coordinator for each federation at a broker: one that comes second is told so, and ends.
+
+A coordinator retains a `Claim` while it is connected; its last will takes it back. One that starts looks for such a
+claim under a client id of its own, since a copy of a home has the client id of the original. If there is one, it asks,
+and ends if it gets an answer. Two that start at the same moment, or whose brokers were apart, hear each other later:
+the one that began later ends. An answer names who asked, so nobody is ended by what was said before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from msgspec.structs import replace
+
+from fedge.errors import ConfigError, ProtocolError, TransportError
+from fedge.identity.names import Role
+from fedge.membership.signed_messages import Plain, Signed, unsealed
+from fedge.system.text import in_words, printable
+from fedge.wire.messages import Claim, decode, encode
+from fedge.wire.topics import Topics
+from fedge.wire.transport import BrokerSettings, Inbound, Transport
+
+log = logging.getLogger("fedge.coordinator")
+
+ANSWER_S: Final = 3.0
+"""Time for the answer of a coordinator that has left a claim. One that is gone has left it if the broker went, too."""
+AGAIN_S: Final = 10.0
+"""Pause between two claims for the same coordinator."""
+TO: Final = "coordinators"
+"""Whom the envelope of a claim addresses: numbers then count for each life by itself, so that two processes with one
+key hear each other."""
+
+
+def told(claim: Claim) -> str:
+    """Which coordinator made a claim, for people."""
+    where = claim.where or "somewhere"
+    return printable(f"{where}, incarnation {claim.incarnation}, which began at {in_words(claim.since)}")
+
+
+class Sole:
+    """A coordinator's claim.
+
+    Args:
+        topics: of the federation.
+        signed: how the coordinator speaks.
+        home: of the coordinator, to be named.
+        end: called if another coordinator goes before us, with the error to end with.
+        notice: called with the claim of another coordinator that has to end.
+    """
+
+    def __init__(
+        self,
+        topics: Topics,
+        signed: Plain | Signed,
+        home: Path,
+        *,
+        end: Callable[[ConfigError], None],
+        notice: Callable[[Claim], None],
+    ) -> None:
+        where = f"{socket.gethostname()}:{home.absolute()}"[:1000]
+        self._own = Claim(incarnation=uuid.uuid4().hex, since=time.time(), where=where)
+        self._topics, self._signed = topics, signed
+        self._end, self._notice = end, notice
+        self._transport: Transport | None = None
+        self._spoke: dict[str, float] = {}  # when, to each other coordinator
+
+    async def require(self, broker: BrokerSettings) -> Transport:
+        """Look whether another coordinator is at the broker; returns the transport that looked, which is closed.
+
+        Raises:
+            ConfigError: one is.
+            TransportError: the broker refused us for good.
+        """
+        me = self._own.incarnation
+        retained: list[Claim] = []
+        ourselves = asyncio.Event()
+        answer: asyncio.Future[Claim] = asyncio.get_running_loop().create_future()
+
+        async def note(inbound: Inbound) -> None:
+            claim = self._read(inbound)
+            if claim is None:
+                return
+            if claim.incarnation == me:
+                ourselves.set()
+            elif claim.to == me:
+                if not answer.done():
+                    answer.set_result(claim)
+            else:
+                retained.append(claim)
+
+        transport = Transport(broker, self._topics.client_id("coordinator", uuid.uuid4().hex), session_expiry_s=0)
+        await transport.subscribe(self._topics.claims, note)
+        async with transport:
+            await self._speak(transport, to=me)  # what is retained comes before what we say to ourselves
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(ANSWER_S):
+                    await ourselves.wait()
+            if retained:
+                await self._speak(transport, to=retained[-1].incarnation)
+                await asyncio.wait((answer,), timeout=ANSWER_S)
+        if answer.done():
+            raise self._refusal(answer.result())
+        return transport
+
+    async def attach(self, transport: Transport) -> None:
+        """Claim the federation on this transport from now on; before it is entered."""
+        self._transport = transport
+        self._own = replace(self._own, works=True)
+        await transport.subscribe(self._topics.claims, self._on_claim)
+        transport.on_connect(self.tell)
+
+    async def tell(self) -> None:
+        """Leave our claim at the broker; none once it was withdrawn."""
+        if self._transport is not None:
+            await self._speak(self._transport, to="")
+
+    async def withdraw(self) -> None:
+        """Take it back."""
+        transport, self._transport = self._transport, None
+        if transport is not None and transport.connected:
+            with contextlib.suppress(TransportError):
+                await transport.publish(self._topics.claims, b"", retain=True)
+
+    async def _on_claim(self, inbound: Inbound) -> None:
+        if not inbound.payload:  # another one took its claim back, in whose place ours belongs
+            await self._speak_at_times(to="")
+            return
+        claim = self._read(inbound)
+        if claim is None or claim.incarnation == self._own.incarnation:
+            return
+        await self._speak_at_times(to=claim.incarnation)
+        if claim.to != self._own.incarnation:  # it may have been said long ago
+            return
+        if claim.works and (claim.since, claim.incarnation) < (self._own.since, self._own.incarnation):
+            self._end(self._refusal(claim))
+        else:
+            self._notice(claim)
+
+    async def _speak_at_times(self, *, to: str) -> None:
+        now = time.monotonic()
+        if self._transport is not None and now - self._spoke.get(to, -AGAIN_S) >= AGAIN_S:
+            self._spoke = {i: at for i, at in self._spoke.items() if now - at < AGAIN_S} | {to: now}
+            await self._speak(self._transport, to=to)
+
+    def _refusal(self, claim: Claim) -> ConfigError:
+        return ConfigError(
+            f"another coordinator of federation {self._topics.federation} is at this broker: {told(claim)}; stop that "
+            "one before you start this one, or give this one a federation of its own"
+        )
+
+    async def _speak(self, transport: Transport, *, to: str) -> None:
+        topic = self._topics.claims
+        payload = self._signed.seal(topic, encode(replace(self._own, to=to)), to=TO)
+        try:
+            await transport.publish(topic, payload, retain=not to)
+        except TransportError as error:
+            log.warning("event=not_claimed reason=%r", str(error))
+
+    def _read(self, inbound: Inbound) -> Claim | None:
+        """The claim in a message; None: there is none that can be believed."""
+        try:
+            if not inbound.payload:
+                return None
+            ours = decode(unsealed(inbound.payload), Claim)
+            if ours.incarnation == self._own.incarnation:
+                return ours
+            return decode(self._signed.open(inbound.topic, inbound.payload, Role.COORDINATOR, to=TO), Claim)
+        except ProtocolError as error:
+            log.warning("event=refused name=%s topic=%s detail=%r", error.name, inbound.topic, str(error))
+            return None

@@ -1,0 +1,159 @@
+"""Fetches and checks uploads named in reports, for the dispatcher (`coordinator.fleet.mqtt`) and intakes alike."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from coordinator.fleet.fleet import checked
+from coordinator.fleet.mqtt.checking import CheckPool
+from coordinator.store.blobs import Blobs
+from fedge.data.task import TaskSpec
+from fedge.errors import ProtocolError
+from fedge.membership.signed_messages import Plain, Signed
+from fedge.steps.contract import Action, Result
+from fedge.steps.masked.mask_keys import KeysMade, MaskKeys
+from fedge.system.files import BlobFolder
+from fedge.tensors import codecs
+from fedge.tensors.layout import Layout
+from fedge.wire.messages import BlobRef, Order, Report
+from fedge.wire.topics import Topics
+from fedge.wire.transfer import Receiver
+from fedge.wire.transport import SMALL_CHUNK, Transport
+
+log = logging.getLogger("fedge.coordinator")
+
+NO_EVIDENCE: Final = frozenset({"digest", "stalled", "unchecked"})
+"""Refusals that prove nothing against a device: the network or our own machine can cause them, too."""
+LARGE_FETCHES: Final = 128
+"""Most updates of several chunks fetched at once: with one chunk of each under way, the broker holds 64 MB."""
+SMALL_FETCHES: Final = 1024
+"""Most smaller updates fetched at once; fewer if the system does not allow two open files for each."""
+GIVES_WAY_S: Final = 20.0
+"""An update of which nothing arrives for this long gives its place to the next and queues again."""
+SPARE_FILES: Final = 256
+"""Open files left for everything else."""
+SLACK_BYTES: Final = 1 << 20
+"""By how much an encoded update may exceed its tensors: headers, and zstd on what does not compress."""
+
+
+class Uploads:
+    """The updates that devices send.
+
+    Args:
+        transport: not entered yet.
+        received: folder of incoming uploads.
+        blobs: where they are stored.
+        topics: of the federation.
+        layout: of the model.
+        seal: signs a Want for its topic.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        received: BlobFolder,
+        blobs: Blobs,
+        topics: Topics,
+        layout: Layout,
+        seal: Callable[[str, bytes], bytes],
+    ) -> None:
+        self.norms: dict[BlobRef, codecs.Norms] = {}
+        """Of those that were checked here."""
+        bound = 4 * sum(tensor.size for tensor in layout.tensors) * 2 + SLACK_BYTES
+        self._receiver = Receiver(transport, received, max_bytes=bound, seal=seal)
+        self._received, self._blobs = received, blobs
+        self._topics = topics
+        small = max(min(SMALL_FETCHES, (resource.getrlimit(resource.RLIMIT_NOFILE)[0] - SPARE_FILES) // 2), 1)
+        self._small, self._large = asyncio.Semaphore(small), asyncio.Semaphore(LARGE_FETCHES)
+        self._pool = CheckPool()
+
+    def close(self) -> None:
+        """End the processes that check updates."""
+        self._pool.close()
+
+    async def fetch(
+        self, ref: BlobRef, device: str, layout: Layout | None, *, wanted: Callable[[], bool] = lambda: True
+    ) -> bool:
+        """Fetch and store a blob; an update must consist of these tensors of our model.
+
+        Args:
+            ref: named in a report of the device.
+            device: the sender.
+            layout: its tensors; None: plain bytes.
+            wanted: polled when nothing has arrived for a while.
+
+        Returns:
+            Whether it is there; False: no longer wanted.
+
+        Raises:
+            ProtocolError: it is not what the device announced, or not what was asked for.
+            TransportError: the broker does not let us fetch it.
+        """
+        while ref.digest not in self._blobs:
+            if not await self._fetched(ref, device):
+                log.info("event=gives_way device=%s digest=%s", device, ref.digest)
+                if not await asyncio.to_thread(wanted):
+                    return False
+            elif self._received is not self._blobs:
+                with contextlib.suppress(FileNotFoundError):  # another report brought equal bytes, already stored
+                    await self._move(ref, layout)
+                    return True
+        await self._check(ref, layout, self._blobs.path(ref.digest))
+        return True
+
+    async def _move(self, ref: BlobRef, layout: Layout | None) -> None:
+        """Store a received blob after checking it."""
+        file = self._received.path(ref.digest)
+        try:
+            await self._check(ref, layout, file)
+            await asyncio.to_thread(self._blobs.take, file)
+        finally:
+            file.unlink(missing_ok=True)
+
+    async def _check(self, ref: BlobRef, layout: Layout | None, file: Path) -> None:
+        _require_size(ref, file)
+        if layout is not None:
+            self.norms[ref] = await self._pool.norms(file, ref.codec, layout)
+
+    async def _fetched(self, ref: BlobRef, device: str) -> bool:
+        """Fetch a blob in one of the limited places; False: the device is unresponsive and gives up its place."""
+        async with self._small if ref.size_bytes <= SMALL_CHUNK else self._large:
+            try:
+                await self._receiver.fetch(
+                    ref,
+                    chunks=self._topics.update_chunk(device, ref.digest),
+                    wants=self._topics.coordinator_wants(device),
+                    device_id=device,
+                    patience_s=GIVES_WAY_S,
+                )
+            except ProtocolError as error:
+                if error.name != "stalled":
+                    raise
+                return False
+        return True
+
+
+def _require_size(ref: BlobRef, file: Path) -> None:
+    """Refuse a false size of bytes that were there before: other devices may be given this reference."""
+    if (size_bytes := file.stat().st_size) != ref.size_bytes:
+        raise ProtocolError("wrong-size", f"{ref.digest} has {size_bytes} bytes, not {ref.size_bytes}")
+
+
+def answer_to(order: Order, action: Action, report: Report, task: TaskSpec, signed: Plain | Signed) -> Result:
+    """The result in a report, if it answers its order; uploads are not fetched yet.
+
+    Raises:
+        ProtocolError: as `coordinator.fleet.fleet.checked`, or the device has not vouched for its keys.
+    """
+    result = checked(action, report, task)
+    if isinstance(result, KeysMade) and isinstance(action, MaskKeys):
+        from fedge.privacy.masked_sums import member, require_genuine  # the rest of the cohort would refuse it
+
+        require_genuine([member(order.device_id, result)], order, action.session, signed)
+    return result

@@ -1,0 +1,329 @@
+"""Orders of simulated devices on Ray: the same workers and steps, in processes of one machine or of several.
+
+The orders of a step are split into blocks of devices by ascending id; their number alone decides how many. One actor
+carries out a whole block, so results have the same bits for any number of actors. If an actor dies, another one repeats
+its block: orders are deterministic and write the same files again, so nothing counts twice.
+
+A block's updates stay in the object store of its node. An average needs one sum of each block
+(`coordinator.fleet.sites`); a single update travels only if a method reads it. Updates lost with their node are
+computed again when they are needed.
+
+The devices' samples and the models that orders name are in Ray's object store, once per node. What devices keep between
+rounds is in their folders, which all nodes must see (one machine, or a shared file system).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import msgspec
+import numpy as np
+
+from coordinator.aggregation.mean import Average
+from coordinator.fleet.simulated.fleet import FinishedElsewhere, Held
+from coordinator.fleet.simulated.ray import ray, resources_of_actors
+from coordinator.fleet.sites import Directions, Note, SiteMean, SiteSums, averages
+from edge_agent.device.device import Unpacked, as_bytes, repeatable
+from edge_agent.device.encoding import in_one_process
+from edge_agent.device.room import Room
+from edge_agent.device.worker import Finished, Worker
+from edge_agent.learning import batched
+from fedge.data.task import TaskSpec
+from fedge.errors import FedgeError, ProtocolError
+from fedge.steps.contract import Action, Refusal, Result, Steps, installed_steps
+from fedge.steps.masked.mask_shares import MIN_COHORT
+from fedge.system.files import volatile
+from fedge.system.processor import Processor
+from fedge.tasks import DeviceData
+from fedge.tensors import codecs
+from fedge.tensors.codecs import Norms
+from fedge.tensors.layout import Layout, Model
+from fedge.wire.messages import BlobRef, Order, blobs_of
+
+log = logging.getLogger("fedge.coordinator")
+
+BLOCKS: Final = 32
+"""Blocks of a step with many orders: enough to share out, each as large as the stacks of small networks."""
+LARGEST: Final = 64
+HELD: Final = 256
+"""Workers that an actor keeps, the most recently used."""
+MODELS: Final = 16
+"""Models that an actor keeps."""
+LOOK_S: Final = 1.0
+PATIENCE_S: Final = 120.0
+"""Longest wait for the successor of a dead actor."""
+
+T = TypeVar("T")
+Updates = dict[str, "bytes | Unpacked"]
+"""By digest."""
+Told = tuple[Result, dict[str, bytes], dict[str, tuple[Layout, Norms]]]
+"""A result, its blobs that travel, and layout and norms of the updates that do not, by digest."""
+
+
+class Recipe(msgspec.Struct, frozen=True, kw_only=True):
+    """What all workers of a fleet share, except data."""
+
+    task: TaskSpec
+    layout: Layout
+    home: Path
+    min_cohort: int = MIN_COHORT
+    train_on: Processor = Processor.CPU
+
+
+class Shard:
+    """An actor that carries out blocks of orders and keeps its workers for them."""
+
+    def __init__(self, recipe: Recipe, data: Mapping[str, DeviceData], steps: Steps) -> None:
+        import torch
+
+        from fedge.models.training import torch_device
+
+        torch.set_num_threads(1)
+        self._processor = torch_device(recipe.train_on)
+        self._recipe, self._data, self._steps = recipe, data, steps
+        self._worker = lru_cache(HELD)(self._make)
+        self._models: dict[str, bytes] = {}
+
+    def ready(self) -> None:
+        """Confirm that the actor is running."""
+
+    def carry_out(self, orders: Sequence[Order], models: Mapping[str, Any]) -> tuple[list[Told], Updates]:
+        """Results in the order of the orders, and their updates. `models`: references to named models, by digest."""
+        missing = [digest for digest in models if digest not in self._models]
+        found = ray.get([models[digest] for digest in missing])
+        self._models |= {digest: array.tobytes() for digest, array in zip(missing, found, strict=True)}
+        for digest in [digest for digest in self._models if digest not in models][:-MODELS]:
+            del self._models[digest]
+        jobs = []
+        for order in orders:
+            action = msgspec.msgpack.decode(order.body, type=self._steps[order.step])
+            jobs.append(batched.Job(self._worker(order.device_id), order, action, self._fetch))
+        with volatile(), in_one_process(Room()):
+            done = batched.execute(jobs)
+        updates: Updates = {}
+        return [_told(job, each, self._recipe.layout, updates) for job, each in zip(jobs, done, strict=True)], updates
+
+    def means(self, held: Sequence[Any], wanted: SiteSums) -> tuple[tuple[Average | None, ...], Directions] | None:
+        """The means over a block's updates, and directions; None: the updates are lost.
+
+        `held`: the reference to the updates, in a list, so that it arrives as a reference.
+        """
+        try:
+            updates: Updates = ray.get(held[0])
+        except ray.exceptions.ObjectLostError:
+            return None
+        return averages(wanted, wanted.updates, lambda ref: _model(updates[ref.digest], ref, wanted.layout))
+
+    def _fetch(self, ref: BlobRef) -> bytes:
+        return self._models[ref.digest]
+
+    def _make(self, device_id: str) -> Worker:
+        recipe = self._recipe
+        own = self._data[device_id]
+        # Data in the object store is read-only, and stays while anything refers to it.
+        arrays = {name: getattr(own, name) for name in DeviceData.__dataclass_fields__}
+        copied = {n: np.require(array, requirements="W") for n, array in arrays.items() if array is not None}
+        return Worker(
+            *(device_id, recipe.task, replace(own, **copied), recipe.home / device_id),
+            min_cohort=recipe.min_cohort,
+            processor=self._processor,
+            source=repeatable,
+        )
+
+
+@dataclass(eq=False, slots=True)
+class Block:
+    """Orders that one actor carries out. `models`: that they name. `updates`: reference to what they gave, once done.
+
+    `shard`: the actor that did it, whose node has the updates.
+    """
+
+    orders: list[Order]
+    models: dict[str, Any]
+    updates: Any = None
+    shard: Any = None
+    norms: dict[str, Norms] = field(default_factory=dict)
+
+
+class Shards:
+    """How a `SimulatedFleet` carries out a step's orders on Ray, inside `coordinator.fleet.simulated.ray.connected`.
+
+    Args:
+        recipe: of the workers.
+        data: of the devices by id; may be a mapping that generates them.
+        steps: of the method, in addition to the installed ones.
+        n: number of processors to use, an actor on each.
+
+    Raises:
+        ConfigError: the recipe trains on a GPU, and there is none.
+    """
+
+    def __init__(self, recipe: Recipe, data: Mapping[str, DeviceData], steps: Sequence[type[Action]], n: int) -> None:
+        known = {**installed_steps(), **{kind.STEP: kind for kind in steps}}
+        n, resources = resources_of_actors(n, recipe.train_on)
+        actor = ray.remote(**resources)(Shard)
+        data_ref = ray.put(data)
+        self._new: Callable[[], Any] = lambda: actor.remote(recipe, data_ref, known)
+        self._coming: dict[Any, Any] = {}  # reference to `ready` -> actor
+        self._idle: list[Any] = []
+        self._models: dict[str, Any] = {}
+        self._last: tuple[Any, Updates] = (None, {})  # a reference to updates, and what it refers to
+        for _ in range(n):
+            self._start()
+
+    def _start(self) -> None:
+        shard = self._new()
+        self._coming[shard.ready.remote()] = shard
+
+    def __call__(self, jobs: Sequence[batched.Job]) -> list[Finished]:
+        """Carry out orders of different devices; results in the order of the jobs.
+
+        Raises:
+            FedgeError: all actors died, and none restarts.
+        """
+        named = {ref.digest: (job, ref) for job in jobs for ref in blobs_of(job.action)}
+        self._models = {
+            digest: self._models.get(digest) or ray.put(np.frombuffer(as_bytes(job.fetch(ref), ref.codec), np.uint8))
+            for digest, (job, ref) in named.items()
+        }
+        numbers = sorted(range(len(jobs)), key=lambda number: jobs[number].order.device_id)
+        size = min(max(1, -(-len(jobs) // BLOCKS)), LARGEST)
+        lots = [numbers[first : first + size] for first in range(0, len(numbers), size)]
+        blocks = [
+            Block(
+                [jobs[n].order for n in lot],
+                {ref.digest: self._models[ref.digest] for n in lot for ref in blobs_of(jobs[n].action)},
+            )
+            for lot in lots
+        ]
+        found: dict[int, Finished] = {}
+        for lot, block, told in zip(lots, blocks, self._carry_out(blocks), strict=True):
+            block.norms = _norms(told)
+            for number, (result, blobs, known) in zip(lot, told, strict=True):
+                held = {digest: Held(part, norms, self, block) for digest, (part, norms) in known.items()}
+                found[number] = FinishedElsewhere(result, blobs, held=held)
+        return [found[number] for number in range(len(jobs))]
+
+    def _carry_out(self, blocks: Sequence[Block]) -> list[list[Told]]:
+        def begin(block: Block, shard: Any) -> Any:
+            told, block.updates = shard.carry_out.options(num_returns=2).remote(block.orders, block.models)
+            block.shard = shard
+            return told
+
+        return self._each([partial(begin, block) for block in blocks], [None] * len(blocks))
+
+    def _each(self, begin: Sequence[Callable[[Any], Any]], near: Sequence[Any]) -> list[Any]:
+        """The results of calls, each made by any actor, and made again by another one if its actor dies.
+
+        `begin`: makes the call to an actor and returns the reference to its result. `near`: the actor that should
+        have it, if it is idle.
+        """
+        waiting = list(range(len(begin)))[::-1]
+        running: dict[Any, tuple[Any, int | None]] = {}
+        found: dict[int, Any] = {}
+        patience = PATIENCE_S
+        while waiting or running:
+            while waiting and self._idle:
+                shard = self._idle.pop()
+                number = next((n for n in reversed(waiting) if near[n] is shard), waiting[-1])
+                waiting.remove(number)
+                running[begin[number](shard)] = shard, number
+            done, _ = ray.wait([*running, *self._coming], timeout=LOOK_S)
+            patience = PATIENCE_S if done or running else patience - LOOK_S
+            if patience <= 0:
+                raise FedgeError("Ray starts no process for the simulation: `ray status` says what is missing")
+            for reference in done:
+                shard, of = running.pop(reference) if reference in running else (self._coming.pop(reference), None)
+                try:
+                    result = ray.get(reference)
+                except ray.exceptions.RayActorError as error:
+                    log.warning("event=shard_lost working=%s reason=%r", of is not None, str(error).splitlines()[0])
+                    ray.kill(shard)  # it may only be out of reach
+                    waiting += [] if of is None else [of]
+                    self._start()
+                    continue
+                self._idle.append(shard)
+                if of is not None:
+                    found[of] = result
+        return [found[number] for number in range(len(begin))]
+
+    def _again(self, blocks: Sequence[Block]) -> None:
+        """Compute updates again that were lost with their node.
+
+        Raises:
+            FedgeError: they would differ, since the devices have gone on.
+        """
+        if not blocks:
+            return
+        log.warning("event=updates_lost devices=%d", sum(len(block.orders) for block in blocks))
+        for block, told in zip(blocks, self._carry_out(blocks), strict=True):
+            norms = _norms(told)
+            if norms.keys() != block.norms.keys() or not all(np.allclose(norms[d], block.norms[d]) for d in norms):
+                raise FedgeError(
+                    "a node of Ray died with updates that cannot be computed again, since their devices have gone on: "
+                    "start the simulation again"
+                )
+
+    def fetch(self, block: Block, digest: str) -> bytes | Unpacked:
+        """Bring an update here; those of the last block are kept."""
+        while self._last[0] is not block.updates:
+            try:
+                self._last = block.updates, ray.get(block.updates)
+            except ray.exceptions.ObjectLostError:
+                self._again([block])
+        return self._last[1][digest]
+
+    def means(self, wanted: SiteSums, blocks: Mapping[str, Block], note: Note) -> list[SiteMean]:
+        """As `coordinator.fleet.sites.Sites.means`; a site is a block. `blocks`: of the updates, by device."""
+        of_block: dict[Block, dict[str, BlobRef]] = {}
+        for i, ref in sorted(wanted.updates.items()):
+            of_block.setdefault(blocks[i], {})[i] = ref
+        asked = {block: wanted.at(own) for block, own in of_block.items()}
+        found: dict[Block, tuple[tuple[Average | None, ...], Directions]] = {}
+
+        def begin(block: Block, shard: Any) -> Any:
+            return shard.means.remote([block.updates], asked[block])
+
+        while left := [block for block in asked if block not in found]:
+            results = self._each([partial(begin, block) for block in left], [block.shard for block in left])
+            found |= {block: result for block, result in zip(left, results, strict=True) if result is not None}
+            self._again([block for block in left if block not in found])
+        for block in asked:
+            for i, direction in found[block][1].items():
+                note(i, direction)
+        return [
+            SiteMean(k, mean, tuple(asked[block].sums[k]))
+            for block in asked
+            for k, mean in enumerate(found[block][0])
+            if mean is not None
+        ]
+
+
+def _told(job: batched.Job, done: Finished, layout: Layout, updates: Updates) -> Told:
+    """The result without its updates, which are added to `updates`."""
+    known = {digest: (each.layout, each.norms) for digest, each in done.unpacked.items()}
+    updates |= done.unpacked
+    blobs = dict(done.blobs)
+    uploads = {} if isinstance(done.result, Refusal) else job.action.uploads(done.result, layout)
+    for ref, part in uploads.items():
+        if part is not None and ref.digest in blobs:
+            try:
+                known[ref.digest] = part, codecs.check(blobs[ref.digest], ref.codec, part)
+            except ProtocolError:  # the fleet finds and refuses it
+                continue
+            updates[ref.digest] = blobs.pop(ref.digest)
+    return done.result, blobs, known
+
+
+def _norms(told: Sequence[Told]) -> dict[str, Norms]:
+    """Of the updates, by digest."""
+    return {digest: norms for _, _, known in told for digest, (_, norms) in known.items()}
+
+
+def _model(update: bytes | Unpacked, ref: BlobRef, layout: Layout) -> Model:
+    return codecs.decode(update, ref.codec, layout, again=True) if isinstance(update, bytes) else update.model

@@ -1,0 +1,102 @@
+"""Ray without usage reports, listening only on this machine: the only place that imports it.
+
+Usage reports are switched off before the import, unless RAY_USAGE_STATS_ENABLED says otherwise. A cluster started here
+binds to 127.0.0.1, without a dashboard. Anybody who reaches a Ray cluster can run code on it: a cluster across machines
+needs a network of its own (docs/simulation.md).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+from fedge.errors import ConfigError, FedgeError
+from fedge.system.loading import is_held, needs
+from fedge.system.processor import Processor
+
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # suppresses an irrelevant warning
+os.environ.setdefault("RAY_worker_niceness", "0")  # else 15: on a busy machine its workers starve
+try:
+    import ray  # noqa: TID251
+except ModuleNotFoundError as error:
+    raise needs(error, "--engine ray", "ray") from error
+
+__all__ = ["THREADS", "connected", "ray", "require_importable", "resources_of_actors"]
+
+THREADS: Final = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+
+@contextmanager
+def connected(address: str | None) -> Iterator[int]:
+    """A temporary connection to the cluster at `address` (`auto`: of this machine), or a new one here.
+
+    Yields:
+        Its number of processors.
+
+    Raises:
+        ConfigError: there is no cluster at the address.
+        FedgeError: Ray cannot be started.
+    """
+    if ray.is_initialized():  # in a notebook, or inside Ray's own worker
+        yield _processors()
+        return
+    if address is None:
+        _stay_here()
+    try:
+        ray.init(
+            address=address or "local",
+            include_dashboard=None if address else False,
+            log_to_driver=False,
+            configure_logging=False,
+            runtime_env={"env_vars": THREADS},
+        )
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        if address is None:
+            raise FedgeError(f"Ray cannot be started here: {error}") from error
+        raise ConfigError(
+            f"there is no Ray cluster at {address}: {error}; `ray status` says which there are"
+        ) from error
+    try:
+        yield _processors()
+    finally:
+        ray.shutdown()
+
+
+def _stay_here() -> None:
+    """Make Ray listen on 127.0.0.1, as it does on systems where it makes no clusters; elsewhere no option does so."""
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # for the processes that it starts
+    ray._private.ray_constants.ENABLE_RAY_CLUSTER = False  # noqa: SLF001 - and for this one
+
+
+def require_importable(*paths: str | None) -> None:
+    """Refuse objects that exist only in this process.
+
+    Raises:
+        ConfigError: a task, a network or a method is one.
+    """
+    if any(map(is_held, paths)):
+        raise ConfigError("a task, network or method of this Python process cannot go to Ray: write it into a module")
+
+
+def resources_of_actors(n_processors: int, train_on: Processor) -> tuple[int, dict[str, Any]]:
+    """How many actors share the cluster, and what each asks Ray for: a processor, with CUDA also a part of a GPU.
+
+    Raises:
+        ConfigError: CUDA, and the cluster has no GPU.
+    """
+    if train_on is Processor.CPU:
+        return n_processors, {"num_cpus": 1}
+    n_gpus = int(ray.cluster_resources().get("GPU", 0))  # type: ignore[no-untyped-call]
+    if n_gpus == 0:
+        raise ConfigError(
+            "train_on is cuda, and the Ray cluster has no GPU: train on the cpu, or add a machine with one"
+        )
+    share = max(1, n_processors // n_gpus)  # actors on each GPU; Ray counts ten-thousandths
+    return share * n_gpus, {"num_cpus": min(1.0, n_processors / n_gpus), "num_gpus": 10_000 // share / 10_000}
+
+
+def _processors() -> int:
+    return max(1, int(ray.cluster_resources().get("CPU", 1)))  # type: ignore[no-untyped-call]

@@ -1,0 +1,33 @@
+"""Ditto: FedAvg, and beside it each device trains a model of its own that is drawn to the global one.
+
+Source: Li et al., "Ditto: Fair and Robust Federated Learning Through Personalization", ICML 2021, Algorithm 1;
+baselines.md section 5. A device takes twice as many steps in a round as in FedAvg.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+from msgspec import Meta, Struct
+
+from coordinator.aggregation.protection import without_noise
+from coordinator.methods.baselines.personal_layers import PersonalLayers, PersonalState
+from fedge.steps.training.train_ditto import TrainDitto
+
+
+class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`proximal_lambda`: lambda, strength of the pull to the global model; 0 is training alone."""
+
+    proximal_lambda: Annotated[float, Meta(ge=0)] = 0.1
+
+
+class Ditto(PersonalLayers[PersonalState]):
+    """The global model is FedAvg's; v_i predicts on device i and stays there."""
+
+    name = "ditto"
+    Options: ClassVar[type[Struct]] = Options
+    UNPROTECTED = {"dp": without_noise((TrainDitto, "update"))}
+
+    def step(self, state: PersonalState, **common: Any) -> TrainDitto:  # noqa: ARG002 - the same in all rounds
+        """Both models learn."""
+        return TrainDitto(proximal_lambda=self.options.proximal_lambda, **common)

@@ -1,0 +1,65 @@
+"""FedAvg: average what the cohort learned, weighted by how many samples each client learned it from.
+
+Source: McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017,
+Algorithm 1. Unless `--local-epochs` is given, local work is counted in SGD steps, so that every client of a round does
+the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from coordinator.fleet.fleet import Fleet
+from coordinator.methods.method import Method, round_done
+from coordinator.methods.parts.averaging import average
+from coordinator.methods.parts.cohort import NO_CLUSTERS, SELECTIONS, ChoosingState, train_cohort
+from coordinator.methods.parts.server_optimizer import ServerModel, stepped
+from coordinator.methods.promises import SHARED
+from fedge.steps.sgd import Sgd
+from fedge.steps.training.train import Start, Train
+from fedge.tensors.layout import Layout
+from fedge.wire.messages import BlobRef
+
+
+class FedAvgState(ChoosingState, frozen=True, kw_only=True):
+    """`model`: the global model w; `velocity`: FedAvgM's v."""
+
+    model: BlobRef
+    velocity: BlobRef | None = None
+
+
+F = TypeVar("F", bound=FedAvgState)
+
+
+class FedAvg(Method[FedAvgState]):
+    """McMahan et al., Algorithm 1; after the last round the global model is installed on every device."""
+
+    name = "fedavg"
+    HEEDS = SHARED
+    SELECTIONS = SELECTIONS
+    REFUSED = NO_CLUSTERS
+    SUMS = "samples"
+    State = FedAvgState
+
+    def sgd(self) -> Sgd:
+        """Of the devices."""
+        return self.settings.sgd
+
+    def gamma(self) -> float:
+        """Momentum of the server."""
+        return 0.0
+
+    async def round(self, state: FedAvgState, fleet: Fleet) -> FedAvgState:
+        """One round of Algorithm 1."""
+        order = Train(starts=(Start(model=state.model),), sgd=self.sgd(), codec=self.settings.codec)
+        return await train(self, state, fleet, order, state.layout, gamma=self.gamma())
+
+
+async def train(method: Method[Any], state: F, fleet: Fleet, order: Train, layout: Layout, *, gamma: float = 0.0) -> F:
+    """Have a cohort carry out the order, then move the model by the mean change. `layout`: of both."""
+    state, asked, updates = await train_cohort(method, state, fleet, state.model, lambda _: order)
+    shared = ServerModel(model=state.model, velocity=state.velocity)
+    if len(updates) >= method.settings.min_reports:
+        # sum_i (n_i / sum n) W_i = w + sum_i (n_i / sum n) Delta_i
+        shared = stepped(shared, await average(method, fleet, updates, layout), layout, fleet, gamma=gamma)
+    return round_done(state, asked, updates, model=shared.model, velocity=shared.velocity)

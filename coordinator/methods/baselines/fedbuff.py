@@ -1,0 +1,78 @@
+"""FedBuff: the server steps whenever K updates have arrived, however old they are.
+
+Source: Nguyen et al., "Federated Learning with Buffered Asynchronous Aggregation", AISTATS 2022, Algorithm 1;
+docs/methods/fedbuff.md. An update that began tau steps ago counts s(tau) = 1 / sqrt(1 + tau):
+
+    w <- w + 1 / K * sum_i s(tau_i) Delta_i
+
+A round is such a step. Departures: the server's rate, which the paper tunes for each task, is 1; when no device is
+working any more, the step takes what has arrived.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+import numpy as np
+from msgspec import Meta, Struct
+
+from coordinator.fleet.fleet import Fleet, Seen
+from coordinator.methods.method import Method, ModelState, round_done
+from coordinator.methods.parts.asynchronous import ONE_BY_ONE, Buffer, buffered
+from coordinator.methods.parts.averaging import average
+from coordinator.methods.parts.cohort import NO_CLUSTERS
+from coordinator.methods.parts.server_optimizer import apply_mean
+from coordinator.methods.promises import SHARED
+from fedge.steps.training.train import Start, Train
+from fedge.wire.messages import BlobRef
+
+
+class FedBuffOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`buffer`: K, updates in a step of the server."""
+
+    buffer: Annotated[int, Meta(ge=1, le=10_000)] = 10
+
+
+class FedBuffState(ModelState, frozen=True, kw_only=True):
+    """`model`: w. `staleness`: mean tau of the last step. `seen`: the latest updates."""
+
+    staleness: float = 0.0
+    seen: tuple[Seen, ...] = ()
+
+
+class FedBuff(Method[FedBuffState]):
+    """Algorithm 1; `--participation`: the share of the devices that work at a time (the paper's concurrency)."""
+
+    name = "fedbuff"
+    HEEDS = SHARED
+    Options: ClassVar[type[Struct]] = FedBuffOptions
+    State = FedBuffState
+    REFUSED = {
+        "clustering": NO_CLUSTERS["clustering"],
+        "selection": "nobody is chosen for a step: devices that are idle are drawn",
+    }
+    NO_RELAYS = {"": ONE_BY_ONE}
+
+    async def round(self, state: FedBuffState, fleet: Fleet) -> FedBuffState:
+        """Fill the buffer, step."""
+        settings = self.settings
+        order = Train(starts=(Start(model=state.model),), sgd=settings.sgd, codec=settings.codec, measure=False)
+        buffer = await buffered(self, state, fleet, state.seen, self.options.buffer, lambda _: order)
+        enough = len(buffer.updates) >= settings.min_reports
+        return round_done(
+            state,
+            buffer.asked,
+            buffer.updates,
+            model=await self.stepped(state, fleet, buffer) if enough else state.model,
+            staleness=float(np.mean(list(buffer.staleness.values()) or [0])),
+            seen=buffer.seen,
+        )
+
+    async def stepped(self, state: FedBuffState, fleet: Fleet, buffer: Buffer) -> BlobRef:
+        """The model after a step."""
+        mean = await average(self, fleet, buffer.updates, state.layout, alike=True, discounts=buffer.discounts)
+        return apply_mean(state.model, mean, state.layout, fleet)
+
+    def summary(self, state: FedBuffState) -> dict[str, Any]:
+        """With the staleness of the last step."""
+        return super().summary(state) | {"staleness": state.staleness}

@@ -1,0 +1,25 @@
+"""FedRoD: the shared model learns with the balanced softmax; a second head on its features stays on the device.
+
+Source: Chen and Chao, "On Bridging Generic and Personalized Federated Learning for Image Classification", ICLR 2022;
+baselines.md section 9. Global prediction: Hd_g(f); personal prediction: Hd_g(f) + Hd_p(f).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from coordinator.aggregation.protection import without_noise
+from coordinator.methods.baselines.personal_layers import PersonalLayers, PersonalState
+from fedge.steps.training.train_rod import TrainRod
+
+
+class FedRod(PersonalLayers[PersonalState]):
+    """Base and global head travel; the second head is kept."""
+
+    name = "fedrod"
+    needs_head = True
+    UNPROTECTED = {"dp": without_noise((TrainRod, "update"))}
+
+    def step(self, state: PersonalState, **common: Any) -> TrainRod:  # noqa: ARG002 - the same in all rounds
+        """Both heads learn."""
+        return TrainRod(poolable=self.pooled, **common)

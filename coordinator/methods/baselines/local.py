@@ -1,0 +1,62 @@
+"""Local: every device learns alone, from the common initial model, and sends nothing.
+
+The baseline of all personalised methods. A device trains on all of its training samples for as many steps as it would
+have had in the federation: rounds x steps x participation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from coordinator.fleet.fleet import Fleet
+from coordinator.methods.method import Method, ModelState, insist, results, steps_alone
+from coordinator.methods.promises import SHARED
+from fedge.steps.mixture.install import FineTune, Install, Installed
+from fedge.steps.sgd import Sgd
+from fedge.wire.messages import BlobRef
+
+
+class Local(Method[ModelState]):
+    """One round: each device trains the common initial model, and installs what it has learned."""
+
+    name = "local"
+    HEEDS = SHARED
+    REFUSED = {
+        "clustering": "every device learns alone",
+        "selection": "every device learns alone, once, and none is left out",
+    }
+    UNPROTECTED = dict.fromkeys(
+        ("median", "trimmed-mean", "multi-krum", "centred-clipping"), "every device learns alone: nothing is averaged"
+    )
+    NO_FINE_TUNING = "local models have nothing to be fine-tuned from"
+
+    def done(self, state: ModelState) -> bool:
+        """After one round."""
+        return state.round > 0
+
+    async def round(self, state: ModelState, fleet: Fleet) -> ModelState:
+        """All devices, once."""
+        settings = self.settings
+        rounds = settings.rounds * settings.participation
+        steps = {d.id: max(1, round(rounds * steps_alone(d, settings.sgd))) for d in fleet.devices()}
+        installed = await learn_alone(fleet, state.model, settings.sgd, steps)
+        return msgspec.structs.replace(state, round=1, installed=installed)
+
+    async def finish(self, state: ModelState, fleet: Fleet) -> ModelState:
+        """With no rounds at all, each device trains one step."""
+        return await self.round(state, fleet)
+
+
+async def learn_alone(fleet: Fleet, first: BlobRef, sgd: Sgd, steps: Mapping[str, int]) -> dict[str, Installed]:
+    """Each device trains `first` for its number of steps and installs it; returns the bundles."""
+    orders = {
+        i: Install(
+            model=first,
+            method=Local.name,
+            fine_tune=FineTune(sgd=sgd, checkpoints=(n,), otherwise=n),
+        )
+        for i, n in steps.items()
+    }
+    return results(await insist(fleet, "install", orders), Installed)

@@ -1,0 +1,120 @@
+"""FedAvg with personal layers: the base of Ditto and the methods of baselines.md sections 5 to 10.
+
+A method names the personal layers and the step by which a device trains; the rest is FedAvg. At the end every device
+installs the shared layers with its own; one that never trained uses the initial ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Generic, TypeVar
+
+import msgspec
+
+from coordinator.fleet.fleet import Fleet
+from coordinator.methods.baselines.fedavg import FedAvgState, train
+from coordinator.methods.method import Method, install
+from coordinator.methods.parts.cohort import NO_CLUSTERS, SELECTIONS
+from coordinator.methods.promises import SHARED
+from fedge.models.weights import named
+from fedge.steps.training.train import Start, Train
+from fedge.tensors.layout import HEAD, Layout, Selector, overlaid, unflatten
+from fedge.wire.messages import BlobRef
+
+
+class PersonalState(FedAvgState, frozen=True, kw_only=True):
+    """`model`: the layers that travel; `initial`: w_0, all tensors; `whole`: w_0 with those layers over it."""
+
+    initial: BlobRef
+    whole: BlobRef
+
+
+P = TypeVar("P", bound=PersonalState)
+
+
+class PersonalLayers(Method[P], Generic[P]):
+    """`personal`: the layers that stay on a device; `needs_head`: whether the network must have a head.
+
+    `sends_initial`: whether personal layers begin as those of the common initial model; otherwise each device draws
+    its own, and no byte of them is ever on the wire.
+    """
+
+    SELECTIONS = SELECTIONS
+    HEEDS = SHARED
+    REFUSED = NO_CLUSTERS
+    State: ClassVar[type[Any]] = PersonalState
+    personal: ClassVar[Selector] = ()
+    needs_head: ClassVar[bool] = False
+    pooled = False
+    """Whether the personal layers are pooled at the end (PM-MoE), and so may learn from D_L alone."""
+    sends_initial: ClassVar[bool] = True
+
+    def step(self, state: P, **common: Any) -> Train:  # noqa: ARG002 - the same in all rounds
+        """What a device does in the next round; `common`: the fields of `Train`, filled in."""
+        return Train(**common)
+
+    def init(self, layout: Layout, model: BlobRef) -> P:
+        """The state before round 1.
+
+        Raises:
+            ConfigError: the network has no such layers.
+        """
+        layout.without(self.personal)
+        if self.needs_head:
+            layout.without(HEAD)
+        state: P = self.State(round=0, layout=layout, model=model, initial=model, whole=model)
+        return state
+
+    def order(self, state: P) -> Train:
+        """The order of the next round."""
+        return self.step(
+            state,
+            starts=(Start(model=state.model),),
+            sgd=self.settings.sgd,
+            codec=self.settings.codec,
+            personal=self.personal,
+            initial=self.first(state),
+        )
+
+    def first(self, state: P) -> BlobRef | None:
+        """The personal layers' start; always sent if the task names initial weights."""
+        given = self.server.task is not None and named(self.server.task) is not None
+        return state.initial if self.personal and (self.sends_initial or given) else None
+
+    def kept_by(self, state: P) -> str | None:
+        """The step that keeps something on the devices; None: there is none."""
+        order = self.order(state)
+        return order.STEP if order.kept(order.personal, state.layout) else None
+
+    async def round(self, state: P, fleet: Fleet) -> P:
+        """FedAvg of the layers that travel."""
+        layout = state.layout.without(self.personal)
+        if state.round == 0:
+            state = self._cut(state, fleet, layout)
+        state = await train(self, state, fleet, self.order(state), layout)
+        trained = unflatten(fleet.get(state.model, layout), layout)
+        whole = overlaid(fleet.get(state.initial, state.layout), trained, state.layout)
+        return msgspec.structs.replace(state, whole=fleet.put_model(whole, state.layout))
+
+    @staticmethod
+    def _cut(state: P, fleet: Fleet, layout: Layout) -> P:
+        """The state with only the shared layers of the initial model as its model."""
+        w = unflatten(fleet.get(state.initial, state.layout), state.layout)
+        return msgspec.structs.replace(state, model=fleet.put({info.name: w[info.name] for info in layout.tensors}))
+
+    async def finish(self, state: P, fleet: Fleet) -> P:
+        """Install the shared layers with each device's own."""
+        if state.round == 0:
+            state = self._cut(state, fleet, state.layout.without(self.personal))
+        return await install(
+            self,
+            state,
+            fleet,
+            model=state.model,
+            personal=self.personal,
+            kept_by=self.kept_by(state),
+            initial=self.first(state),
+        )
+
+    def serves(self, state: P, device_id: str) -> BlobRef:  # noqa: ARG002 - all the same
+        """The shared layers, over the initial model."""
+        return state.whole

@@ -1,0 +1,124 @@
+"""Options of a method on the command line and in the configuration: `--option NAME=VALUE`, the table [method]."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import click
+
+from coordinator.methods.method import Option, installed_methods, method_class, options_of
+from fedge.errors import ConfigError
+from fedge.settings import section_of
+from fedge.system.files import require_writable, write_atomically
+from fedge.system.help import Heading, option
+from fedge.system.loading import FINE_TUNED
+
+F = TypeVar("F", bound=Callable[..., Any])
+STDOUT: Final = Path("-")
+
+
+def method_options(command: F) -> F:
+    """Decorator of a click command: `--option`, which may be given several times."""
+    return option(
+        "--option",
+        "options",
+        heading=Heading.METHOD,
+        multiple=True,
+        metavar="NAME=VALUE",
+        help="This sets an option of the method, as in the table [method] of the TOML file; it may be repeated.",
+    )(command)
+
+
+def json_option(command: F) -> F:
+    """Decorator of a click command: `--json FILE`, checked before work begins. With -, other text goes to stderr."""
+    return option(
+        "--json",
+        "json_file",
+        heading=Heading.OUTPUT,
+        type=click.Path(path_type=Path, allow_dash=True),
+        callback=_writable,
+        help="The figures are also written to this file, or to standard output if it is -.",
+    )(command)
+
+
+def _writable(_: click.Context, __: click.Parameter, file: Path | None) -> Path | None:
+    if file not in (None, STDOUT):
+        require_writable(file)
+    return file
+
+
+def write_json(file: Path | None, figures: bytes) -> None:
+    """Write the figures where `--json` says: to a file, standard output, or nowhere.
+
+    Raises:
+        StoreError: the file cannot be written.
+    """
+    if file == STDOUT:
+        click.echo(figures)
+    elif file is not None:
+        write_atomically(file, figures)
+
+
+def resolve_options(config: Path | None, pairs: Iterable[str]) -> dict[str, Option]:
+    """The table [method] of the file, overridden by NAME=VALUE pairs. The method itself checks names and values.
+
+    Raises:
+        ConfigError: the file cannot be read, a pair has no "=", or a value in the file is not a number, text or
+            boolean.
+    """
+    found: dict[str, Option] = {}
+    for name, value in section_of(config, "method").items():
+        if not isinstance(value, int | float | str | bool):
+            raise ConfigError(f"{name} in [method] of {config} must be a number, a text, true or false")
+        found[name] = value
+    return found | parsed(pairs)
+
+
+def parsed(pairs: Iterable[str]) -> dict[str, Option]:
+    """NAME=VALUE texts as a dictionary; numbers and booleans are converted, the rest stays text.
+
+    Raises:
+        ConfigError: one has no name or no "=".
+    """
+    options: dict[str, Option] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not name.strip() or not equals:
+            raise ConfigError(f"an option of a method is NAME=VALUE, not {pair!r}")
+        options[name.strip()] = value_of(value.strip())
+    return options
+
+
+def value_of(text: str) -> Option:
+    """A number or boolean if the text looks like one, else the text."""
+    if text.lower() in {"true", "false"}:
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def method_and_options(text: str) -> tuple[str, dict[str, Option]]:
+    """A method with its options after colons: "fedepc:clustering=k-means", "module:Class:option=value".
+
+    Raises:
+        ConfigError: an option is not NAME=VALUE.
+    """
+    name, *pairs = text.strip().split(":")
+    if pairs and "=" not in pairs[0] and name.removesuffix(FINE_TUNED) not in installed_methods():
+        name = f"{name}:{pairs.pop(0)}"
+    return name, parsed(pairs)
+
+
+def check(name: str, options: Mapping[str, Option]) -> None:
+    """Refuse an unknown method or option before anything is started.
+
+    Raises:
+        ConfigError: no such method, option or value.
+    """
+    options_of(method_class(name), options)

@@ -1,0 +1,369 @@
+"""FedCoE: a pool of global experts, one shared gate, and cold start by assembling experts.
+
+Source: "FedCoE: Bridging Generalization and Personalization via Federated Coordinated Dual-level MoEs", arXiv
+2605.21264 (v1), with the repairs of its specification, docs/methods/fedcoe.md: as printed, all experts became one in
+every run of ours. The server needs labelled samples (`coordinator.methods.server.learning`); it sees each client's
+model in the clear and which classes it is good at.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Final, Literal
+
+import msgspec
+import numpy as np
+from msgspec import Meta, Struct
+
+from coordinator.aggregation import correlation
+from coordinator.aggregation.protection import without_noise
+from coordinator.fleet.fleet import Fleet
+from coordinator.methods.method import Method, insist, install, next_release, results, round_done, round_rng
+from coordinator.methods.parts.averaging import lengths
+from coordinator.methods.parts.cohort import NO_CLUSTERS, SELECTIONS, ChoosingState, train_cohort
+from coordinator.methods.promises import SHARED
+from coordinator.methods.server.learning import ServerData, Trunk
+from export.gate import gate_onnx
+from fedge.errors import ConfigError
+from fedge.models.training import torch_device
+from fedge.steps.contract import Declined
+from fedge.steps.descriptions.route import Route, Routed
+from fedge.steps.mixture.install import Installed
+from fedge.steps.mixture.install_bundle import InstallBundle
+from fedge.steps.training.train import Start, Train, Trained
+from fedge.tensors.layout import Layout, Model, Tensors
+from fedge.wire.messages import BlobRef, Share, Why
+
+log = logging.getLogger("fedge.method")
+
+COLLAPSED_SPREAD: Final = 1e-3  # with overlap 1: all experts are one, section 13
+UNIFORM_GATE: Final = 2e-3  # above 1 / K: the gate says nothing, section 10, point 1
+REFRESH_EPOCHS: Final = 5  # section 5
+WEIGHT_DECAY: Final = 5e-4  # of the SGD of clients and experts, section 5, unless the settings have another
+DELTA: Final = 0.02  # of the profile prior, section 7
+
+
+class Preset(Struct, frozen=True, kw_only=True):
+    """Sections 3 to 7. `refresh_every`: R_g, rounds; 0: the gate is never trained again."""
+
+    suitability_temperature: float = 0.1
+    ranking: Literal["affinity", "raw"] = "affinity"
+    tau: float = 0.9
+    refresh_every: int = 0
+    profile_prior: bool = True
+
+
+PRESETS: Final = {
+    "repaired": Preset(),
+    "printed": Preset(suitability_temperature=1.0, ranking="raw", tau=0.5, refresh_every=10, profile_prior=False),
+}
+
+
+class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`preset`: as repaired in section 5, or as printed. `tau`: tau_E = tau_C, of experts and clients.
+
+    `n_experts`: K. `assemble`: new clients get one model of mixed parameters, or the best two experts.
+    """
+
+    preset: Literal["repaired", "printed"] = "repaired"
+    n_experts: Annotated[int, Meta(ge=1)] = 5
+    tau: Share | None = None
+    assemble: Literal["parameters", "functions"] = "parameters"
+
+
+ABLATION: Final = "it only remade a row of fedcoe.md section 12: benchmarks/papers/fedcoe.py has it as a class"
+PRESET: Final = "preset=printed or preset=repaired sets it"
+DEFAULT_STANDS: Final = "its default stands"
+
+
+class Diagnostics(Struct, frozen=True, kw_only=True):
+    """Of a round (section 13)."""
+
+    round: int
+    overlap: float
+    spread: float
+    gate_maximum: float
+    collapsed: bool
+
+
+class FedCoEState(ChoosingState, frozen=True, kw_only=True):
+    """`experts`: theta_Ej; `gate`: its tensors, `gate_file`: the same as ONNX; `clients`: theta_Ci after Eq. 11.
+
+    `common`: mean of the experts, the start of clients without their own model.
+    """
+
+    common: BlobRef
+    experts: tuple[BlobRef, ...] = ()
+    gate: BlobRef | None = None
+    gate_file: BlobRef | None = None
+    clients: dict[str, BlobRef] = {}
+    diagnostics: tuple[Diagnostics, ...] = ()
+    profiles: dict[str, tuple[float, ...]] = {}  # rho of devices that started cold
+
+
+class FedCoE(Method[FedCoEState]):
+    """arXiv 2605.21264; at the end clients install their own models, all other devices an assembled one."""
+
+    name = "fedcoe"
+    HEEDS = SHARED
+    Options: ClassVar[type[Struct]] = Options
+    SELECTIONS = SELECTIONS
+    NO_RELAYS = {"": "its server asks each device's model"}
+    REFUSED = NO_CLUSTERS | {
+        "clustering": "experts come from classes of the server data, and every device mixes all of them; n_experts "
+        "says how many; cfic, fedepc, fedge and scmoe-pfl make clusters of devices",
+        **dict.fromkeys(("suitability_temperature", "ranking"), PRESET),
+        **dict.fromkeys(("gate", "profile_prior", "refresh_every", "trunk"), ABLATION),
+        **dict.fromkeys(("tau_e", "tau_c"), "tau sets both"),
+        "n_top": "N_top is half of the clients of a round, as in the paper; n_experts says how many experts they feed",
+        "weight_decay": "--weight-decay sets it for every method",
+        **dict.fromkeys(("delta", "pretraining_epochs", "refresh_epochs", "size_weighting", "top"), DEFAULT_STANDS),
+    }
+    UNPROTECTED = {
+        "dp": without_noise((Route, "shares")),
+        **dict.fromkeys(
+            ("median", "trimmed-mean", "multi-krum", "centred-clipping"),
+            "the server weighs devices by how their models do on its own samples: take --average norm-clipped, clipped "
+            "or mean",
+        ),
+    }
+    SERVER_DATA = frozenset({""})
+    SERVES_LATE_JOINERS = True
+    PRETRAINING_EPOCHS: ClassVar[int] = 30
+    """Of experts and gate, section 3."""
+    TOP: ClassVar[int] = 2
+    """k, experts of a new client with "functions"; of a sample in the global model (benchmarks/papers/fedcoe.py)."""
+    TRUNK: ClassVar[Trunk] = "auto"
+    """Of the gate."""
+
+    def set_up(self) -> None:
+        """Refuse to go without the server's samples."""
+        settings, (task, server_data) = self.settings, self.server
+        if task is None or server_data is None:
+            raise ConfigError(
+                "fedcoe needs labelled samples on the server: name them with --server-data (an .npz or a folder of "
+                "images; in a simulation a share of the global test set; a small public set of the same task will do, "
+                "40 samples a class; never the devices' test data). Without any, use fedavg, fedper or fedge"
+            )
+        self.preset = self.parameters()
+        self.sgd = msgspec.structs.replace(settings.sgd, weight_decay=settings.sgd.weight_decay or WEIGHT_DECAY)
+        self.server_data = ServerData(task, *server_data, torch_device(settings.train_on))
+        self._groups = correlation.class_groups(task.n_classes, self.options.n_experts)
+
+    def parameters(self) -> Preset:
+        """The preset's, overridden by `tau`."""
+        preset, tau = PRESETS[self.options.preset], self.options.tau
+        return preset if tau is None else msgspec.structs.replace(preset, tau=tau)
+
+    def init(self, layout: Layout, model: BlobRef) -> FedCoEState:
+        """The state before round 1, which trains the experts from `model`."""
+        return FedCoEState(round=0, layout=layout, common=model)
+
+    async def round(self, state: FedCoEState, fleet: Fleet) -> FedCoEState:
+        """Section 5, after section 3 the first time."""
+        if not state.experts:
+            state = await self._pretrained(state, fleet)
+        before = state
+        state, asked, updates = await train_cohort(self, state, fleet, state.common, lambda i: self._order(before, i))
+        if len(updates) >= self.settings.min_reports:
+            state = await self._aggregated(state, fleet, updates)
+        return round_done(state, asked, updates)
+
+    async def finish(self, state: FedCoEState, fleet: Fleet) -> FedCoEState:
+        """Clients install their own models; all other devices start cold."""
+        if not state.experts:
+            state = await self._pretrained(state, fleet)
+        return await self.serve_late_joiners(await install(self, state, fleet, among=state.clients), fleet)
+
+    def _order(self, state: FedCoEState, device_id: str) -> Train:
+        return Train(starts=(Start(model=self.serves(state, device_id)),), sgd=self.sgd, codec=self.settings.codec)
+
+    # ----------------------------------------------------------------------------- section 3: experts and the gate
+
+    async def _pretrained(self, state: FedCoEState, fleet: Fleet) -> FedCoEState:
+        """Train experts from one start, each on its own classes, and the gate, which learns where each is sure."""
+        experts = await asyncio.to_thread(
+            self.server_data.pretrained,
+            fleet.get(state.common, state.layout),
+            self._groups,
+            self.options.n_experts,
+            epochs=self.PRETRAINING_EPOCHS,
+            sgd=self.sgd,
+            seed=self.settings.seed,
+        )
+        state = self._with_experts(state, fleet, experts)
+        return await self._with_gate(state, fleet, experts, self.PRETRAINING_EPOCHS)
+
+    def _with_experts(self, state: FedCoEState, fleet: Fleet, experts: list[Model]) -> FedCoEState:
+        (common,) = correlation.mixed(experts, np.full((1, len(experts)), 1 / len(experts)))
+        assert common is not None
+        return msgspec.structs.replace(
+            state,
+            experts=tuple(fleet.put_model(expert, state.layout) for expert in experts),
+            common=fleet.put_model(common, state.layout),  # section 10, point 8
+        )
+
+    async def _with_gate(self, state: FedCoEState, fleet: Fleet, experts: list[Model], epochs: int) -> FedCoEState:
+        """Eq. 1 and 2, from the present gate if there is one."""
+        start = None if state.gate is None else fleet.get_tensors(state.gate)
+        seed = int(round_rng(self.settings, state.round).integers(2**31))
+        gate = await asyncio.to_thread(self.trained_gate, experts, start, epochs=epochs, seed=seed)
+        file = gate_onnx(gate, self.server_data.task.input_shape)
+        return msgspec.structs.replace(state, gate=fleet.put(gate), gate_file=fleet.put_bytes(file))
+
+    def trained_gate(self, experts: list[Model], start: Tensors | None, *, epochs: int, seed: int) -> Tensors:
+        """Eq. 1 and 2: a gate that learns which experts are sure of a sample. `start`: an earlier gate."""
+        s = correlation.suitability(self.server_data.scores(experts), self.preset.suitability_temperature)
+        return self.server_data.trained_gate(s, start, trunk=self.TRUNK, epochs=epochs, seed=seed)
+
+    # --------------------------------------------------------------------------------------- section 5: one round
+
+    async def _aggregated(self, state: FedCoEState, fleet: Fleet, updates: dict[str, Trained]) -> FedCoEState:
+        """Scores, correlation, experts (Eq. 9), gate, clients (Eq. 11)."""
+        factors = lengths(self, fleet, updates, state.layout)
+
+        def clients() -> Iterator[Model]:
+            """theta_Ci, one at a time: read twice, so that only one is in memory."""
+            return (self._trained(state, fleet, i, update, *factors[i]) for i, update in updates.items())
+
+        a = await asyncio.to_thread(lambda: self.server_data.scores(clients()))  # Eq. 5
+        p = self._routing(state, fleet)  # Eq. 6
+        m = correlation.correlation(p, a)  # Eq. 7
+        m_e, m_c = correlation.by_expert(m), correlation.by_client(m)  # Eq. 8
+        n_top = len(updates) if self.options.n_experts == 1 else -(-len(updates) // 2)  # one expert: all (section 11)
+        selected = correlation.select(m_c if self.preset.ranking == "affinity" else m_e, n_top)
+        w = correlation.expert_weights(m, selected)  # Eq. 10
+        old = self._experts(state, fleet)
+        towards = correlation.mixed(clients(), w)
+        experts = [
+            correlation.interpolate(expert, new, self.preset.tau) for expert, new in zip(old, towards, strict=True)
+        ]  # Eq. 9
+        own = {}
+        for k, (i, client) in enumerate(zip(updates, clients(), strict=True)):
+            (mix,) = correlation.mixed(experts, m_c[:, k][None, :])
+            own[i] = fleet.put_model(correlation.interpolate(client, mix, self.preset.tau), state.layout)  # Eq. 11
+        diagnostics = self._diagnose(state.round + 1, selected, experts, p)
+        state = self._with_experts(state, fleet, experts)
+        every = self.preset.refresh_every
+        if every and (state.round + 1) % every == 0:
+            state = await self._with_gate(state, fleet, experts, REFRESH_EPOCHS)
+        return msgspec.structs.replace(
+            state,
+            clients=dict(sorted((state.clients | own).items())),
+            diagnostics=(*state.diagnostics, diagnostics),
+        )
+
+    def _trained(
+        self,
+        state: FedCoEState,
+        fleet: Fleet,
+        device_id: str,
+        update: Trained,
+        of_params: float,
+        of_buffers: float,
+    ) -> Model:
+        """theta_Ci after local training; `of_params`, `of_buffers`: factors of the change."""
+        start, change = fleet.get(self.serves(state, device_id), state.layout), fleet.get(update.update, state.layout)
+        params = start.params + np.float32(of_params) * change.params
+        return Model(params, np.float32(of_buffers) * change.buffers, change.counters)
+
+    def _experts(self, state: FedCoEState, fleet: Fleet) -> list[Model]:
+        return [fleet.get(expert, state.layout) for expert in state.experts]
+
+    def _routing(self, state: FedCoEState, fleet: Fleet) -> correlation.Array:
+        assert state.gate is not None
+        return self.server_data.routing(fleet.get_tensors(state.gate))
+
+    def _diagnose(
+        self,
+        r: int,
+        selected: tuple[correlation.Indices, ...],
+        experts: list[Model],
+        p: correlation.Array,
+    ) -> Diagnostics:
+        """Overlap, spread and gate maximum; a warning where the experts have become one (section 13)."""
+        overlap, spread = correlation.overlap(selected), correlation.spread(experts)
+        gate_maximum = float(p.max(axis=1).mean())
+        merged = overlap == 1 and spread < COLLAPSED_SPREAD
+        collapsed = len(experts) > 1 and (merged or gate_maximum < 1 / len(experts) + UNIFORM_GATE)
+        log.log(
+            logging.WARNING if collapsed else logging.DEBUG,  # the summary has it
+            "event=%s round=%s overlap=%.3f spread=%.3g gate_maximum=%.3f",
+            "collapse" if collapsed else "experts",
+            r,
+            overlap,
+            spread,
+            gate_maximum,
+        )
+        return Diagnostics(round=r, overlap=overlap, spread=spread, gate_maximum=gate_maximum, collapsed=collapsed)
+
+    # ------------------------------------------------------------------------------------------ section 7: cold start
+
+    async def serve_late_joiners(self, state: FedCoEState, fleet: Fleet) -> FedCoEState:
+        """A bundle for each device without bundle and own model: it profiles its data, and gets a mix of experts."""
+        assert state.gate_file is not None
+        here = [device.id for device in (*fleet.devices(), *fleet.inference_only())]
+        new = sorted(i for i in here if i not in state.clients and i not in state.installed)
+        answers = await fleet.run("route", dict.fromkeys(new, Route(gate=state.gate_file)))
+        profiles = {
+            i: a.result.shares
+            for i, a in answers.items()
+            if isinstance(a.result, Routed) and correlation.is_profile(a.result.shares, self.options.n_experts)
+        }
+        withheld = [i for i, a in answers.items() if isinstance(a.result, Declined) and a.result.why is Why.NOT_ALLOWED]
+        equal = (1 / len(state.experts),) * len(state.experts)
+        profiles |= dict.fromkeys(withheld, equal)  # a device whose owner withholds the shares gets a bundle, too
+        if left := sorted(set(new) - set(profiles)):
+            log.warning("event=no_profile devices=%s", left)
+        orders = {i: await self._assembled(state, fleet, np.array(rho)) for i, rho in profiles.items()}
+        installed = results(await insist(fleet, "assemble", orders), Installed)
+        return msgspec.structs.replace(
+            state,
+            installed=dict(sorted((state.installed | installed).items())),
+            profiles=dict(sorted((state.profiles | profiles).items())),
+        )
+
+    async def _assembled(self, state: FedCoEState, fleet: Fleet, rho: correlation.Array) -> InstallBundle:
+        """Eq. 13 with the profile prior, as a bundle for ONNX Runtime."""
+        release = next_release(fleet)
+        rho = rho / rho.sum()
+        experts = self._experts(state, fleet)
+        prior = None
+        if self.preset.profile_prior:
+            typical = self._routing(state, fleet).mean(axis=0)
+            prior = correlation.profile_prior(rho, typical, self._groups, DELTA)
+        if self.options.assemble == "parameters":
+            models, shares = [self.assembled(experts, rho)], [1.0]
+        else:
+            best = sorted(np.argsort(-rho, kind="stable")[: self.TOP].tolist())
+            models, shares = [experts[j] for j in best], (rho[best] / rho[best].sum()).tolist()
+
+        def write() -> dict[str, bytes]:
+            return self.server_data.bundle(
+                models, shares, layout=state.layout, log_prior=prior, release=release, method=self.name
+            )
+
+        files = await asyncio.to_thread(write)
+        return InstallBundle(files={name: fleet.put_bytes(data) for name, data in files.items()}, release=release)
+
+    @staticmethod
+    def assembled(experts: list[Model], rho: correlation.Array) -> Model:
+        """Eq. 13: theta_init = sum_j rho_j theta_Ej."""
+        (model,) = correlation.mixed(experts, rho[None, :])
+        assert model is not None
+        return model
+
+    # ------------------------------------------------------------------------------------------------- what is seen
+
+    def serves(self, state: FedCoEState, device_id: str) -> BlobRef:
+        """The client's own model; without one, the mean of the experts."""
+        return state.clients.get(device_id, state.common)
+
+    def summary(self, state: FedCoEState) -> dict[str, Any]:
+        """History, diagnostics of the experts, profiles of devices that started cold, bundles."""
+        return super().summary(state) | {
+            "diagnostics": msgspec.to_builtins(state.diagnostics),
+            "profiles": msgspec.to_builtins(state.profiles),
+        }

@@ -1,0 +1,755 @@
+"""fedge, the default method: shared rounds, experts only where a trial shows a gain, a calibrated mixture.
+
+Source: its specification, docs/methods/fedge.md, which is put together from
+  profiles, AIDC groups and bandit selection: Tang et al., FedEPC, CMC 85(2), 2025;
+  overlapping clusters of updates (MCTC), private model, energy gate: Li et al., SCMoE-PFL, Information Fusion, 2026.
+Departures: in the first `WARM_UP` rounds every device takes part, since there are no labelled server data: their global
+model is the extractor of the profiles. Every device also takes part in the round of the trial. Clusters and trial rest
+on those rounds alone, because only updates from a common start can be compared (docs/results.md has the gain).
+Unresponsive devices rest (`coordinator.methods.parts.unresponsive`); the bandits see only the others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Final, Literal
+
+import msgspec
+import numpy as np
+from msgspec import UNSET, Meta, Struct
+
+from coordinator.aggregation.pooled import pooled_choice, pooled_weights, trial_statistic, wants_split
+from coordinator.aggregation.protection import without_noise
+from coordinator.clustering import aidc, mctc
+from coordinator.clustering import find as clustering
+from coordinator.clustering.find import Clustering, Directions, find_clusters
+from coordinator.fleet.fleet import Fleet, Seen
+from coordinator.fleet.versions import put_after
+from coordinator.methods.method import (
+    Method,
+    accepted,
+    equip,
+    install,
+    owner,
+    results,
+    round_done,
+    round_rng,
+    steps_alone,
+)
+from coordinator.methods.parts import grouping
+from coordinator.methods.parts.asynchronous import ONE_BY_ONE, buffered
+from coordinator.methods.parts.averaging import FRESH, average, averages
+from coordinator.methods.parts.cohort import bandit_of
+from coordinator.methods.parts.grouping import ONE_GROUP, Choices, Description
+from coordinator.methods.parts.server_optimizer import ServerModel, stepped
+from coordinator.methods.parts.unresponsive import AskingState, ask, awake
+from coordinator.methods.promises import SHARED
+from coordinator.selection import ccmab
+from coordinator.selection.select import choose, cohort_size, uniform
+from coordinator.store.records import Device
+from fedge.bundle.calibration import BETAS, grid
+from fedge.errors import ConfigError
+from fedge.steps.contract import Reveals
+from fedge.steps.descriptions.describe_labels import DescribeLabels, LabelsDescribed
+from fedge.steps.descriptions.profile import Profile
+from fedge.steps.descriptions.trial import Trial, Tried
+from fedge.steps.mixture.fit_candidates import CandidatesFitted, FitCandidates
+from fedge.steps.mixture.fit_energy import EnergyFitted, FitEnergy
+from fedge.steps.mixture.fit_gate import FitGate
+from fedge.steps.mixture.fit_weights import Calibration, FitWeights, WeightsFitted
+from fedge.steps.mixture.install import Installed
+from fedge.steps.training.train import Start, Train, Trained
+from fedge.tensors.layout import Layout
+from fedge.wire.messages import BlobRef, Role
+
+log = logging.getLogger("fedge.method")
+
+WARM_UP = 6  # rounds with everybody, before profiles exist; with 3, some runs at half participation mixed groups
+PANEL = 2000  # devices that are "everybody", drawn by lot, where there are more, section 4
+MAX_CLUSTERS = 8  # K, section 5
+CLUSTERING = 3  # rounds of an asynchronous run that ask everybody and wait, the last one that of the trial
+LOOKUP_EVERY = 5  # rounds between two look-ups of the primary expert, section 5
+PILOTS, PILOT_SHARE = 10, 0.1  # at least so many devices, and so many of all, section 14
+CLASS_MEANS = 0.1  # lambda in a network of convolutions, section 4.1
+A0 = 10.0  # shrinkage of the weights that are pooled, samples, section 8
+ENOUGH_VALIDATION = 30  # samples in the whole federation below which nothing is pooled, section 12
+
+
+class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`mode` shift: for devices whose class shares drift (section 15.6); all install one model, without a mixture.
+
+    `split` overrides the trial: never: no experts; always: experts whenever there is more than one cluster.
+    `clustering` makes the experts: of the updates; aidc: of the groups; labels: of label features (CFIC section 3).
+    `gamma`: server momentum; `rho`: share of the rounds before the trial. `local_pilot`: a tenth of the devices, at
+    least ten, fit a local model and decide whether the others do (section 14). `buffer`: updates per step of an
+    asynchronous server (section 4.2); 0: rounds wait for their devices. `class_means`: lambda, how strongly training
+    draws features to the device's own class means (section 4.1); by default 0.1 in a network of
+    convolutions without running statistics, else 0.
+    """
+
+    mode: Literal["mixture", "shift"] = "mixture"
+    split: Literal["trial", "never", "always"] = "trial"
+    clustering: Clustering = "mctc"
+    gamma: Annotated[float, Meta(ge=0, lt=1)] = 0.5
+    rho: Annotated[float, Meta(ge=0, le=1)] = 0.4
+    local_pilot: bool = False
+    buffer: Annotated[int, Meta(ge=0, le=10_000)] = 0
+    class_means: Annotated[float, Meta(ge=0, le=1)] | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode == "shift" and self.local_pilot:
+            raise ValueError("local_pilot changes nothing with mode=shift: no mixture is made")
+
+
+ABLATION: Final = "it only remade a row of fedge.md section 15.4: benchmarks/default_method.py has it as a class"
+
+
+class LastUpdate(Struct, frozen=True, kw_only=True):
+    """Delta_i of a device's last participation before the trial, and n_i."""
+
+    update: BlobRef
+    n_samples: int
+
+
+class Primary(Struct, frozen=True, kw_only=True):
+    """The expert a device starts from, and the round in which it was looked up."""
+
+    cluster: int
+    round: int
+
+
+class TrialOutcome(Struct, frozen=True, kw_only=True):
+    """The trial's outcome (section 5). `places`: of the devices `ids` in a plane (`mctc.plane`), for plots."""
+
+    ids: tuple[str, ...]
+    clusters: tuple[tuple[str, ...], ...]
+    tau: float
+    separability: float
+    statistic: float | None
+    deltas: dict[str, float]
+    split: bool
+    places: tuple[tuple[float, float], ...] = ()
+
+
+class Pool(Struct, frozen=True, kw_only=True):
+    """Settings pooled over the devices at the end (sections 7 to 9)."""
+
+    calibration: dict[Role, Calibration]
+    weights: dict[Role, float]
+    beta: float
+    local: bool
+    n_validation: int
+
+
+class FedgeState(AskingState, frozen=True, kw_only=True):
+    """State of a federation between two rounds."""
+
+    initial_model: BlobRef
+    shared: ServerModel  # w, v
+    extractor: BlobRef | None = None
+    profiles: dict[str, Description] = {}
+    groups: tuple[tuple[str, ...], ...] = ()
+    bandits: tuple[ccmab.State, ...] = ()
+    n_moved: int = 0  # devices that joined or changed since the groups were made
+    directions: BlobRef | None = None  # per device the sum of its unit updates
+    last: dict[str, LastUpdate] = {}
+    trial: TrialOutcome | None = None
+    experts: tuple[ServerModel, ...] = ()
+    primary: dict[str, Primary] = {}
+    pool: Pool | None = None
+    seen: tuple[Seen, ...] = ()  # the latest updates of asynchronous rounds
+
+
+class Fedge(Method[FedgeState]):
+    """The default method; `round` follows the table in section 1."""
+
+    name = "fedge"
+    HEEDS = SHARED
+    Options: ClassVar[type[Struct]] = Options
+    SELECTIONS = ("ccmab", "uniform", "fastest", "stratified")
+    UNPROTECTED = {
+        "dp": without_noise(
+            (Profile, "profile"),
+            (Trial, "delta"),
+            (FitCandidates, "losses"),
+            (FitWeights, "weights"),
+            (FitEnergy, "pooled_losses"),
+        )
+    }
+    REFUSED = dict.fromkeys(
+        (
+            *("candidates", "energy", "final_fit", "gate", "guard", "local", "prior", "private_start", "private_steps"),
+            *("shrinkage", "split=statistic", "temperature", "weights"),
+        ),
+        ABLATION,
+    )
+    NO_RELAYS = {"buffer": ONE_BY_ONE}
+    WITHOUT_PROFILE = "all form one group when it is chosen who trains; experts come from their updates, as always"
+    SERVES_LATE_JOINERS = True
+    SHRINKAGE: ClassVar[float] = 20.0
+    """a of the devices' own weights, in samples (section 8)."""
+    WEIGHT_TURNS: ClassVar[tuple[str, ...]] = ("weights-1", "weights-2")
+    """How often the pooled weights move to the mean of the devices' (section 8)."""
+    LOCAL: ClassVar[bool] = True
+    """Whether there is a local model to try."""
+
+    def set_up(self) -> None:
+        """Refuse what does not combine."""
+        if self.settings.fine_tune and self.options.mode == "mixture":
+            raise ConfigError("fedge ends in mixtures with a fine-tuned private model: leave out +ft")
+        if self.options.buffer and self.settings.options.get("selection", "uniform") != "uniform":
+            raise ConfigError(
+                "with buffer nobody is chosen for a round: devices that are idle are drawn; leave out selection"
+            )
+        self._bandit = bandit_of(self.settings)
+
+    def init(self, layout: Layout, model: BlobRef) -> FedgeState:
+        """The state before round 1."""
+        return FedgeState(round=0, layout=layout, initial_model=model, shared=ServerModel(model=model))
+
+    async def round(self, state: FedgeState, fleet: Fleet) -> FedgeState:
+        """Steps 1 to 3."""
+        r = state.round + 1
+        if self.options.buffer and not self._trial - CLUSTERING < r <= self._trial:
+            return await self._stepped(state, fleet, r)
+        if r > WARM_UP and not self.options.buffer:
+            state = await profile(state, fleet)
+        present = awake(state, fleet)
+        tries, panel = not state.experts and r == self._trial, self._panel(present)
+        choices = {} if tries else self._select(state, present, r)
+        grouping.tell_choices(fleet, choices)
+        cohort = panel if tries or self.options.buffer or r <= WARM_UP else self._cohort(state, choices, present, r)
+        orders = {i: self._order(state, i, r, measure=bool(choices)) for i in cohort}
+        state, answers = await ask(state, fleet, "train", orders)
+        updates = accepted(answers)
+        bandits = dict(enumerate(state.bandits)) | grouping.bandits_after(choices, answers)
+        state = msgspec.structs.replace(state, bandits=tuple(bandits.values()))
+        state = await self._moved(state, updates, fleet, panel if set(panel) <= set(cohort) else ())
+        if tries:
+            state = await self._split(state, fleet, r)
+        return round_done(state, len(cohort), updates, primary=state.primary | looked_up(state, updates, r))
+
+    def recluster(self, state: FedgeState) -> FedgeState | None:
+        """Remake profiles and groups with the present model; not after the split, since experts belong to clusters."""
+        if state.experts:
+            return None
+        return msgspec.structs.replace(state, extractor=None, profiles={}, groups=(), bandits=(), n_moved=0)
+
+    async def finish(self, state: FedgeState, fleet: Fleet) -> FedgeState:
+        """Steps 4 to 8."""
+        if self.options.mode == "shift":
+            return await install(self, state, fleet)
+        r = state.round + 1
+        state = await self._personalised(state, fleet, r)
+        return msgspec.structs.replace(await self._equipped(state, fleet), round=r)
+
+    async def _stepped(self, state: FedgeState, fleet: Fleet, r: int) -> FedgeState:
+        """Section 4.2: a step of the server with the next updates, before or after the split."""
+
+        def order(device_id: str) -> Train:
+            return self._order(state, device_id, r, measure=False)
+
+        buffer = await buffered(self, state, fleet, state.seen, self.options.buffer, order)
+        updates = buffer.updates
+        state = await self._moved(
+            msgspec.structs.replace(state, seen=buffer.seen), updates, fleet, (), buffer.discounts
+        )
+        return round_done(state, buffer.asked, updates, primary=state.primary | looked_up(state, updates, r))
+
+    async def _moved(
+        self,
+        state: FedgeState,
+        updates: Mapping[str, Trained],
+        fleet: Fleet,
+        panel: Collection[str],
+        discounts: Mapping[str, float] = FRESH,
+    ) -> FedgeState:
+        """The state with models moved by the updates, if they are enough."""
+        if len(updates) < self.settings.min_reports:
+            return state
+        if state.experts:
+            return await train_experts(self, state, updates, fleet, discounts)
+        return await train_shared(self, state, updates, fleet, panel, discounts)
+
+    @property
+    def _trial(self) -> int:
+        """R_w, the round of the trial."""
+        found: int = round(self.options.rho * self.settings.rounds)
+        return found
+
+    def _select(self, state: FedgeState, present: Mapping[str, Device], r: int) -> Choices:
+        """FedEPC section 5 in each group; empty before there are groups, or with uniform selection."""
+        assert self.selection is not None
+        if self.selection == "uniform":
+            return {}
+        return choose(
+            self.selection,
+            {
+                k: [grouping.arm(present[i], self.settings.sgd, state.shared.model) for i in group if i in present]
+                for k, group in enumerate(state.groups)
+            },
+            dict(enumerate(state.bandits)),
+            self._bandit,
+            seed=(self.settings.seed, r),
+            last_visit={k: bandit.selections for k, bandit in enumerate(state.bandits)},
+        )
+
+    def _panel(self, present: Collection[str]) -> list[str]:
+        """All present devices; if there are more than `PANEL`, that many, the same in every round (section 4)."""
+        if len(present) <= PANEL:
+            return list(present)
+        lots = {i: hashlib.sha256(f"{self.settings.seed}.{i}".encode()).digest() for i in present}
+        return sorted(sorted(present, key=lots.__getitem__)[:PANEL])
+
+    def _cohort(self, state: FedgeState, choices: Choices, present: Mapping[str, Device], r: int) -> list[str]:
+        """The chosen devices; without a choice, a draw within each group; all before there are groups.
+
+        Devices whose owners withhold profiles are in no group: they form their own, which is always drawn from.
+        """
+        grouped = {i for group in state.groups for i in group}
+        others = [i for i, d in present.items() if i not in grouped and d.n_samples and Reveals.PROFILE in d.withholds]
+        if not choices and not state.groups:
+            return list(present)
+        rng, share = round_rng(self.settings, r), self.settings.participation
+        if choices:
+            return sorted([*grouping.chosen(choices), *uniform(others, cohort_size(len(others), share), rng)])
+        groups = [others, *([i for i in group if i in present] for group in state.groups)]
+        return sorted(i for group in groups for i in uniform(group, cohort_size(len(group), share), rng))
+
+    def _order(self, state: FedgeState, device_id: str, r: int, *, measure: bool) -> Train:
+        """`measure`: for the bandits alone. A device that has trained before keeps the initial model, for step 4."""
+        goes_on = self.options.mode == "mixture" and device_id in state.participations
+        return Train(
+            starts=starts(state, device_id, r),
+            sgd=self.settings.sgd,
+            codec=self.settings.codec,
+            initial=state.initial_model if goes_on else None,
+            class_means=self._class_means(state.layout, r) or UNSET,
+            measure=measure,
+        )
+
+    def _class_means(self, layout: Layout, r: int) -> float:
+        """Lambda of section 4.1. The model of the first round knows nothing: its features draw nobody anywhere."""
+        if r <= 1 or all(info.layer != "head" for info in layout.tensors):
+            return 0.0
+        asked: float | None = self.options.class_means
+        if asked is not None:
+            return asked
+        convolutions = any(len(info.shape) > 2 for info in layout.of_kind("param"))
+        return CLASS_MEANS if convolutions and not layout.of_kind("buffer") else 0.0
+
+    async def _split(self, state: FedgeState, fleet: Fleet, r: int) -> FedgeState:
+        """Section 5: clusters of the mean unit updates; experts if the trial or the option `split` decides so."""
+        if state.directions is None:
+            return state
+        directions = dict(sorted(fleet.get_tensors(state.directions).items()))
+        ids, z = tuple(directions), mctc.embedding(np.stack(list(directions.values())))
+        how: Clustering = "mctc" if self.options.clustering in {"aidc", "labels"} else self.options.clustering
+        seen = Directions(vectors=z, n_clusters=MAX_CLUSTERS)
+        found = find_clusters(how, seen, rng=round_rng(self.settings, r))
+        tau, separability = found.tau or 0.0, found.separability or 0.0
+        clusters = tuple(tuple(ids[i] for i in members) for members in found.clusters)
+        if self.options.clustering == "aidc":
+            state, clusters = await by_group(state, fleet, ids)
+        elif self.options.clustering == "labels":
+            state, clusters = await by_label(state, fleet, ids)
+        deltas: dict[str, float] = {}
+        if len(clusters) > 1:
+            state, deltas = await try_clusters(self, state, fleet, clusters)
+        statistic = trial_statistic(list(deltas.values()))
+        splits = len(clusters) > 1 and self.splits(statistic, separability, len(ids))
+        trial = TrialOutcome(
+            ids=ids,
+            clusters=clusters,
+            tau=tau,
+            separability=separability,
+            statistic=statistic,
+            deltas=deltas,
+            split=splits,
+            places=tuple((x, y) for x, y in np.round(mctc.plane(z), 4).tolist()),
+        )
+        experts = tuple(ServerModel(model=state.shared.model) for _ in clusters) if splits else ()
+        return msgspec.structs.replace(state, directions=None, last={}, trial=trial, experts=experts)
+
+    def gamma(self, discounts: Collection[float]) -> float:
+        """The option's momentum, reduced with discounted updates (section 4.2)."""
+        return float(self.options.gamma) * (sum(discounts) / len(discounts) if discounts else 1.0)
+
+    def splits(self, statistic: float | None, separability: float, n_devices: int) -> bool:
+        """Section 5, step 5, unless the option `split` decides."""
+        if self.options.split == "trial":
+            return wants_split(statistic, separability, n_devices)
+        return bool(self.options.split == "always")
+
+    async def serve_late_joiners(self, state: FedgeState, fleet: Fleet) -> FedgeState:
+        """A mixture for each late joiner; the global model if it does not train."""
+        if state.pool is not None:
+            state = await self._joined(state, fleet, state.pool)
+        return await self._equipped(state, fleet)
+
+    async def _equipped(self, state: FedgeState, fleet: Fleet) -> FedgeState:
+        """Section 12: the global model for each device that does not train, since it has no labels to choose by."""
+        return await equip(self, state, fleet, {d.id: state.shared.model for d in fleet.inference_only()})
+
+    # --------------------------------------------------------------------------------- steps 4 to 8: the mixtures
+
+    async def _personalised(self, state: FedgeState, fleet: Fleet, r: int) -> FedgeState:
+        """Sections 6 to 11: devices fit candidates, weights, energy and gate; sums of losses and weights are pooled.
+
+        Unresponsive devices that took part are asked once more: without a mixture, all of their work is lost.
+        """
+        asked = awake(state, fleet).keys() | state.participations.keys()
+        devices = {device.id: device for device in fleet.devices() if device.id in asked}
+        pilots = self._pilots(list(devices), r)
+        fits = {i: self.fit(state, device, local=i in pilots) for i, device in devices.items()}
+        state, answers = await ask(state, fleet, "candidates", fits, insisting=True)
+        fitted = results(answers, CandidatesFitted)
+        if not fitted:
+            return state
+        told = {role for fit in fitted.values() for role in fit.losses} or {Role.PRIVATE, Role.GLOBAL}
+        roles: list[Role] = sorted(told, key=list(Role).index)
+        n_validation = sum(fit.n_validation for fit in fitted.values() if fit.losses)
+        pooling = n_validation >= ENOUGH_VALIDATION
+        calibration = {role: self.calibrate(role, fitted.values(), pooling=pooling) for role in roles}
+        mixed = self.mixed(roles)
+        weighing = pooling and len(mixed) > 1
+
+        # Section 8: u without and with the local model, moved twice to the mean of the devices' weights. Only devices
+        # that have a local model vote on the variant with it.
+        variants: list[list[Role]] = [[role for role in mixed if role is not Role.LOCAL], mixed]
+        pooled = tuple({role: 1 / len(present) for role in present} for present in variants)
+        for turn in self.WEIGHT_TURNS if weighing else ():
+            order = FitWeights(calibration=calibration, pooled=pooled, shrinkage=A0)
+            state, answers = await ask(state, fleet, turn, {i: order for i in fitted if i not in state.unresponsive})
+            weighed = results(answers, WeightsFitted)
+            pooled = tuple(
+                pooled_weights([(w.weights[v], w.n_validation) for w in voters]) if voters else pooled[v]
+                for v, voters in enumerate((list(weighed.values()), [w for i, w in weighed.items() if i in pilots]))
+            )
+
+        # Sections 8 and 9: whether the local model pays, and how much the energy counts.
+        measured: dict[str, EnergyFitted] = {}
+        if weighing:
+            energy = FitEnergy(calibration=calibration, pooled=pooled, shrinkage=self.SHRINKAGE)
+            present = {i: energy for i in fitted if i not in state.unresponsive}
+            state, answers = await ask(state, fleet, "energy", present)
+            measured = results(answers, EnergyFitted)
+        piloted = [m for i, m in measured.items() if i in pilots]
+        local = self.takes_local(mixed, piloted)
+        beta = self.beta([m.beta_losses[local] for m in (piloted if local else measured.values())])
+
+        pool = Pool(calibration=calibration, weights=pooled[local], beta=beta, local=local, n_validation=n_validation)
+        if pool.local and (late := [i for i in fitted if i not in pilots]):
+            state, _ = await ask(state, fleet, "local", {i: self.fit(state, devices[i], local=True) for i in late})
+        finish = {i: self.mixture(pool, fit) for i, fit in fitted.items()}
+        state, answers = await ask(state, fleet, "gate", finish, insisting=True)
+        return msgspec.structs.replace(state, pool=pool, installed=results(answers, Installed))
+
+    async def _joined(self, state: FedgeState, fleet: Fleet, pool: Pool) -> FedgeState:
+        """Section 12: a late joiner fits its candidates with the pooled settings, without any round.
+
+        So does a device whose data drifted, after it was profiled and placed again; its new bundle has a higher
+        release, and so replaces the old one.
+        """
+        state = await seen_anew(state, fleet)
+        new = [device for device in fleet.devices() if device.id not in state.installed or device.drift]
+        local = pool.local or (self.LOCAL and not self.options.local_pilot)
+        fits = {device.id: self.fit(state, device, local=local) for device in new}
+        state, answers = await ask(state, fleet, "candidates", fits, insisting=True)
+        finish = {i: self.mixture(pool, fit) for i, fit in results(answers, CandidatesFitted).items()}
+        state, answers = await ask(state, fleet, "gate", finish, insisting=True)
+        installed = state.installed | results(answers, Installed)
+        return msgspec.structs.replace(state, installed=dict(sorted(installed.items())))
+
+    def _pilots(self, ids: Sequence[str], r: int) -> Sequence[str]:
+        """The devices that fit a local model first; with `local_pilot` a random tenth, at least ten (section 14)."""
+        if not self.LOCAL:
+            return ()
+        if not self.options.local_pilot:
+            return ids
+        return uniform(ids, max(PILOTS, cohort_size(len(ids), PILOT_SHARE)), round_rng(self.settings, r))
+
+    def fit(self, state: FedgeState, device: Device, *, local: bool) -> FitCandidates:
+        """The order to fit candidates; a device that never trained fits for the median number of rounds.
+
+        `local`: whether it also fits a local model.
+        """
+        typical = round(float(np.median(list(state.participations.values())))) if state.participations else 0
+        rounds = state.participations.get(device.id, typical)
+        return FitCandidates(
+            global_model=state.shared.model,
+            experts=offered(state, device.id) if state.experts else (),
+            initial_model=state.initial_model,
+            sgd=self.settings.sgd,
+            local_steps=steps_alone(device, self.settings.sgd) * rounds if local else 0,
+        )
+
+    def calibrate(self, role: Role, fitted: Iterable[CandidatesFitted], *, pooling: bool) -> Calibration:
+        """Section 7: the (T, kappa) with the smallest pooled loss; section 12's if there are too few samples."""
+        if not pooling:
+            return Calibration(temperature=1.0, kappa=1.0 if role.is_shared else 0.0)
+        points = grid(role)
+        allowed = [n for n, point in enumerate(points) if self.allows(role, point)]
+        losses = [result.losses[role] for result in fitted if role in result.losses]
+        return points[allowed[pooled_choice([[sums[n] for n in allowed] for sums in losses])]]
+
+    def allows(self, role: Role, point: Calibration) -> bool:  # noqa: ARG002 - for variants
+        """Whether a point of the grid may be chosen."""
+        return True
+
+    def mixed(self, roles: list[Role]) -> list[Role]:
+        """The candidates of the mixture, at least one."""
+        return roles
+
+    def takes_local(self, mixed: Collection[Role], piloted: Sequence[EnergyFitted]) -> bool:  # noqa: ARG002
+        """Section 8: whether the mixture has the local model."""
+        return bool(piloted) and bool(pooled_choice([m.pooled_losses for m in piloted]))
+
+    def beta(self, losses: Sequence[Sequence[float]]) -> float:
+        """Section 9: how much the energy counts, by the devices' losses for each beta of the grid."""
+        return BETAS[pooled_choice(losses)] if losses else 0.0
+
+    def mixture(self, pool: Pool, fitted: CandidatesFitted) -> FitGate:
+        """The last step on a device, with the pooled settings; without any of the candidates, the global model.
+
+        A device that may not report losses has at least the global and the private model.
+        """
+        has = fitted.losses.keys() or {Role.PRIVATE, Role.GLOBAL}
+        weights = pool.weights if pool.weights.keys() & has else {Role.GLOBAL: 1.0}
+        return FitGate(
+            calibration={role: pool.calibration[role] for role in weights},
+            pooled=weights,
+            shrinkage=self.SHRINKAGE,
+            beta=pool.beta,
+            sgd=self.settings.sgd,
+        )
+
+    # ------------------------------------------------------------------------------------------------ what is seen
+
+    def for_anybody(self, state: FedgeState) -> BlobRef:
+        """The global model, which needs no labels to choose by (section 12)."""
+        return state.shared.model
+
+    def serves(self, state: FedgeState, device_id: str) -> BlobRef:
+        """The device's primary expert, or the global model."""
+        if not state.experts:
+            return state.shared.model
+        primary = state.primary.get(device_id)
+        return state.experts[primary.cluster].model if primary else offered(state, device_id)[0].model
+
+    def summary(self, state: FedgeState) -> dict[str, Any]:
+        """History, groups, clusters, the trial, selection counts, what was pooled, bundles."""
+        trial = msgspec.to_builtins(state.trial) if state.trial else None
+        return super().summary(state) | {
+            "groups": {str(k): list(members) for k, members in enumerate(state.groups)},
+            "trial": trial,
+            "split": bool(state.experts),
+            "clusters": {str(k): c for k, c in enumerate(trial["clusters"])} if trial and state.experts else {},
+            "pool": msgspec.to_builtins(state.pool) if state.pool else None,
+        }
+
+
+# --------------------------------------------------------------------------------- step 1: profiles and groups
+
+
+async def profile(state: FedgeState, fleet: Fleet) -> FedgeState:
+    """Profile (SPRE) devices that have no profile, or more or fewer samples since; then make AIDC groups."""
+    extractor = state.extractor or state.shared.model
+    due = {i: device for i, device in awake(state, fleet).items() if is_outdated(state.profiles.get(i), device)}
+    state, answers = await ask(state, fleet, "profile", dict.fromkeys(due, Profile(extractor=extractor)))
+    new = grouping.descriptions(answers, due, fleet, state.layout)
+    state = msgspec.structs.replace(state, extractor=extractor)
+    return group(state, new) if new else state
+
+
+def is_outdated(profiled: Description | None, device: Device) -> bool:
+    """Whether to profile a device: as `grouping.is_due`, and where the distribution of its samples has changed."""
+    return grouping.is_due(profiled, device) or (device.drift and device.n_samples > 0)
+
+
+def group(state: FedgeState, new: dict[str, Description]) -> FedgeState:
+    """FedEPC sections 4.4 and 4.6: place new and changed devices; after many of them, remake all groups."""
+    profiled = grouping.of_one_length(state.profiles, new)
+    state = without(state, state.profiles.keys() - profiled.keys())
+    before, state = state.profiles, msgspec.structs.replace(state, profiles=profiled)
+    unit = grouping.unit_of(profiled.values())
+    if unit is None:
+        log.warning(ONE_GROUP)
+        return with_groups(state, (tuple(profiled),))
+    moved = [i for i in new if i in profiled and (i not in before or grouping.has_changed(before[i], new[i], unit))]
+    state = without(state, moved)
+    if not state.groups or aidc.needs_reclustering(state.n_moved, len(profiled)):
+        ids = list(profiled)
+        found = aidc.aidc(grouping.vectors_of(profiled.values()), unit=unit, rng=np.random.default_rng(0))
+        return with_groups(state, tuple(tuple(ids[i] for i in members) for members in found))
+    for device_id in moved:
+        state = placed(state, device_id, unit)
+    return state
+
+
+def without(state: FedgeState, strangers: Collection[str]) -> FedgeState:
+    """The state without these devices in its groups; an empty group is deleted with its bandit."""
+    left = [tuple(i for i in members if i not in strangers) for members in state.groups]
+    return msgspec.structs.replace(
+        state,
+        groups=tuple(members for members in left if members),
+        bandits=tuple(bandit for bandit, members in zip(state.bandits, left, strict=True) if members),
+        n_moved=state.n_moved + len(strangers),
+    )
+
+
+def placed(state: FedgeState, stranger: str, unit: float) -> FedgeState:
+    """FedEPC section 4.6, point 1: a stranger joins the nearest group, or founds one."""
+    k = grouping.place(stranger, state.profiles, state.groups, unit).cluster
+    if k is None:
+        return msgspec.structs.replace(
+            state, groups=(*state.groups, (stranger,)), bandits=(*state.bandits, ccmab.State())
+        )
+    joined = tuple(sorted((*state.groups[k], stranger)))
+    return msgspec.structs.replace(state, groups=(*state.groups[:k], joined, *state.groups[k + 1 :]))
+
+
+def with_groups(state: FedgeState, groups: tuple[tuple[str, ...], ...]) -> FedgeState:
+    """New groups; each inherits the bandit of the group it overlaps most."""
+    heirs = aidc.inherit(state.groups, groups)
+    bandits = tuple(ccmab.State() if heir is None else state.bandits[heir] for heir in heirs)
+    return msgspec.structs.replace(state, groups=groups, bandits=bandits, n_moved=0)
+
+
+# ---------------------------------------------------------------------------------------- step 2: shared rounds
+
+
+async def train_shared(
+    method: Fedge,
+    state: FedgeState,
+    updates: Mapping[str, Trained],
+    fleet: Fleet,
+    panel: Collection[str],
+    discounts: Mapping[str, float] = FRESH,
+) -> FedgeState:
+    """Section 4: w moves by the weighted mean of the updates with momentum.
+
+    Before the trial, the directions and last changes of the `panel` are kept, but only from rounds that asked all of
+    it. In other rounds a device's direction depends as much on the round and its cohort as on the device.
+    """
+    seen = set() if state.trial else set(panel)
+    directions = fleet.get_tensors(state.directions) if state.directions else {}
+
+    def note(device_id: str, direction: mctc.Vectors) -> None:
+        before = directions[device_id].astype(np.float64) if device_id in directions else 0.0
+        directions[device_id] = (before + direction).astype(np.float32)  # the sum of its unit updates (section 4)
+
+    mean = await average(method, fleet, updates, state.layout, note=note, whose=seen, discounts=discounts)
+    shared = stepped(state.shared, mean, state.layout, fleet, gamma=method.gamma(discounts.values()))
+    if not seen:
+        return msgspec.structs.replace(state, shared=shared)
+    last = {i: LastUpdate(update=u.update, n_samples=u.n_samples) for i, u in updates.items() if i in seen}
+    return msgspec.structs.replace(state, shared=shared, directions=fleet.put(directions), last=state.last | last)
+
+
+# -------------------------------------------------------------------------------------- step 3: trial and split
+
+
+Members = tuple[tuple[str, ...], ...]
+
+
+async def by_group(state: FedgeState, fleet: Fleet, ids: Collection[str]) -> tuple[FedgeState, Members]:
+    """The AIDC groups as clusters of the devices `ids`; without groups, devices are profiled first."""
+    state = state if state.groups else await profile(state, fleet)
+    clusters = (tuple(i for i in group if i in ids) for group in state.groups)
+    return state, tuple(cluster for cluster in clusters if cluster)
+
+
+async def by_label(state: FedgeState, fleet: Fleet, ids: Sequence[str]) -> tuple[FedgeState, Members]:
+    """Clusters of devices with equal label feature (CFIC section 3)."""
+    asked = dict.fromkeys((i for i in awake(state, fleet) if i in ids), DescribeLabels())
+    state, answers = await ask(state, fleet, "labels", asked)
+    psi = {i: told.feature for i, told in results(answers, LabelsDescribed).items()}
+    found = clustering.by_label([psi.get(i, -1) for i in ids])
+    return state, tuple(tuple(ids[i] for i in members) for members in found)
+
+
+async def try_clusters(
+    method: Fedge, state: FedgeState, fleet: Fleet, clusters: tuple[tuple[str, ...], ...]
+) -> tuple[FedgeState, dict[str, float]]:
+    """Section 5, steps 3 and 4: make G and each E_k from the last changes; each device compares G with its E_k."""
+    w = fleet.get(state.shared.model, state.layout)
+    means = await averages(method, fleet, state.last, [state.last, *clusters], state.layout)
+    old = state.shared.model
+    models = [put_after(fleet, old, mean.added_to(w), state.layout) if mean is not None else old for mean in means]
+    first = {i: k for k, cluster in reversed(list(enumerate(clusters))) for i in cluster}
+    trials = {i: Trial(global_model=models[0], expert=models[1 + first[i]]) for i in awake(state, fleet) if i in first}
+    state, answers = await ask(state, fleet, "trial", trials)
+    return state, {i: tried.delta for i, tried in results(answers, Tried).items() if tried.delta is not None}
+
+
+async def train_experts(
+    method: Fedge,
+    state: FedgeState,
+    updates: Mapping[str, Trained],
+    fleet: Fleet,
+    discounts: Mapping[str, float] = FRESH,
+) -> FedgeState:
+    """Section 5, after a split: every expert moves by its members' changes from their own starts; w stays."""
+    assert state.trial is not None
+    members = [[i for i in updates if owner(i) in cluster] for cluster in state.trial.clusters]
+    means = await averages(method, fleet, updates, members, state.layout, discounts=discounts)
+    if discounts:  # section 4.2: an expert moves by the share of its members that have answered
+        shares = [min(1.0, len(own) / len(cluster)) for own, cluster in zip(members, state.trial.clusters, strict=True)]
+        means = tuple(mean and replace(mean, params=s * mean.params) for s, mean in zip(shares, means, strict=True))
+    gammas = [method.gamma([discounts[i] for i in own if i in discounts]) for own in members]
+    experts = tuple(
+        stepped(expert, mean, state.layout, fleet, gamma=gamma)
+        for expert, mean, gamma in zip(state.experts, means, gammas, strict=True)
+    )
+    return msgspec.structs.replace(state, experts=experts)
+
+
+def starts(state: FedgeState, device_id: str, r: int) -> tuple[Start, ...]:
+    """A device's possible starts: w; after the split its primary expert, or all its experts if look-up is due."""
+    if not state.experts:
+        return (Start(model=state.shared.model),)
+    primary = state.primary.get(device_id)
+    if primary is not None and r - primary.round < LOOKUP_EVERY:
+        return (Start(model=state.experts[primary.cluster].model, cluster=primary.cluster),)
+    return offered(state, device_id)
+
+
+def offered(state: FedgeState, device_id: str) -> tuple[Start, ...]:
+    """The experts of the device's clusters; any expert if it is in none."""
+    assert state.trial is not None
+    clusters = state.trial.clusters
+    choice = grouping.offered([k for k, members in enumerate(clusters) if device_id in members], clusters)
+    return tuple(Start(model=state.experts[k].model, cluster=k) for k in choice)
+
+
+def looked_up(state: FedgeState, updates: Mapping[str, Trained], r: int) -> dict[str, Primary]:
+    """The primary experts that devices have just chosen."""
+    found: dict[str, Primary] = {}
+    for key, update in updates.items():
+        device_id = owner(key)
+        before = state.primary.get(device_id)
+        if update.cluster >= 0 and (before is None or r - before.round >= LOOKUP_EVERY):
+            found[device_id] = Primary(cluster=update.cluster, round=r)
+    return found
+
+
+# ------------------------------------------------------------------------------------------ devices that come late
+
+
+async def seen_anew(state: FedgeState, fleet: Fleet) -> FedgeState:
+    """Profile drifting devices: they are placed in a group again, and may choose among all experts."""
+    drifting = {device.id: device for device in fleet.devices() if device.drift and device.id in state.installed}
+    extractor = state.extractor or state.shared.model
+    state, answers = await ask(state, fleet, "profile", dict.fromkeys(drifting, Profile(extractor=extractor)))
+    new = grouping.descriptions(answers, drifting, fleet, state.layout)
+    if not new:
+        return state
+    state = group(msgspec.structs.replace(state, extractor=extractor), new)
+    if state.trial is None:
+        return state
+    clusters = tuple(tuple(i for i in members if i not in new) for members in state.trial.clusters)
+    return msgspec.structs.replace(state, trial=msgspec.structs.replace(state.trial, clusters=clusters))

@@ -1,0 +1,146 @@
+"""PM-MoE: after a model-split method has ended, each device mixes the private modules of all devices by a gate.
+
+Source: Feng et al., "PM-MOE: Mixture of Experts on Private Model Parameters for Personalized Federated Learning", WWW
+2025; specification docs/methods/pm_moe.md, which found no gain of this stage over the same number of further local
+steps. With this method every device's private module goes to every other device, under a number drawn for the run
+(section 9, docs/privacy.md).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from coordinator.aggregation.protection import without_noise
+from coordinator.fleet.fleet import Fleet
+from coordinator.methods.baselines.personal_layers import PersonalLayers, PersonalState
+from coordinator.methods.method import Method, State, insist, install, make, results, round_rng
+from coordinator.methods.parts.cohort import NO_CLUSTERS, SELECTIONS
+from coordinator.methods.promises import SHARED
+from fedge.errors import ConfigError
+from fedge.steps.contract import Reveals
+from fedge.steps.mixture.fit_pool import MAX_POOL, FitPool
+from fedge.steps.mixture.install import Installed
+from fedge.steps.training.share_private import PrivateShared, SharePrivate
+from fedge.tensors.layout import Layout
+from fedge.wire.messages import BlobRef
+
+
+class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`base`: the first stage, with its defaults. `top`: experts of a sample; by default half of the pool, rounded up.
+
+    `denoise`: share of the pool that is left out; 0: none. `guard`: the own module serves where it does better on
+    validation samples. `clip`, `noise`: of a module that is sent; noise is measured in clips.
+    """
+
+    base: Literal["fedper", "fedrep", "lg-fedavg", "fedrod", "dbe"] = "fedper"
+    top: Annotated[int, Meta(ge=1)] | None = None
+    denoise: Annotated[float, Meta(ge=0, lt=1)] = 0.2
+    guard: bool = True
+    clip: Annotated[float, Meta(gt=0)] | None = None
+    noise: Annotated[float, Meta(ge=0)] = 0.0
+
+    def __post_init__(self) -> None:
+        if self.noise and self.clip is None:
+            raise ValueError("noise is measured in clips: give clip, too")
+
+
+class PmMoe(Method[PersonalState]):
+    """Stage 1: the base's rounds. Stage 2, once: collect the pool, send it out, a gate on every device."""
+
+    name = "pm-moe"
+    HEEDS = SHARED
+    Options: ClassVar[type[Struct]] = Options
+    SELECTIONS = SELECTIONS
+    UNPROTECTED = {"dp": without_noise((SharePrivate, "module"))}
+    REVEALS = frozenset({Reveals.PRIVATE})
+    NO_RELAYS = {"": "devices hand their private modules to each other"}
+    REFUSED = {
+        **NO_CLUSTERS,
+        **dict.fromkeys(("feature_momentum", "head_steps", "kappa"), "the base has its default"),
+        **dict.fromkeys(
+            ("dropout", "gate_batch_size", "gate_epochs", "gate_learning_rate", "temperature"), "its default stands"
+        ),
+        "preset": "benchmarks/papers/pm_moe.py has the paper's gate as a class",
+    }
+    NO_FINE_TUNING = "pm-moe ends in a gate over what the devices kept"
+    PRESET: ClassVar[Literal["anchored", "paper"]] = "anchored"
+    """Of the gate (section 5)."""
+
+    def set_up(self) -> None:
+        """Make the base."""
+        if self.options.top == 1 and self.PRESET == "anchored":
+            raise ConfigError("top = 1 leaves the anchored gate without a gradient: take 2 or more")
+        assert self.selection is not None
+        base = make(
+            self.options.base,
+            msgspec.structs.replace(self.settings, options={"selection": self.selection}),
+            self.server,
+        )
+        assert isinstance(base, PersonalLayers)
+        base.pooled = True
+        self._base: PersonalLayers[Any] = base
+
+    def init(self, layout: Layout, model: BlobRef) -> PersonalState:
+        """The base's state before round 1."""
+        state: PersonalState = self._base.init(layout, model)
+        return state
+
+    async def round(self, state: PersonalState, fleet: Fleet) -> PersonalState:
+        """A round of the base."""
+        after: PersonalState = await self._base.round(state, fleet)
+        return after
+
+    async def finish(self, state: PersonalState, fleet: Fleet) -> PersonalState:
+        """Section 7. A device without a module of its own (it never trained) installs the base's model."""
+        o, base = self.options, self._base
+        kept_by, personal = base.kept_by(state), base.personal
+        if kept_by is None or not state.round:  # nothing was ever kept
+            return await install(self, state, fleet)
+        share = SharePrivate(kept_by=kept_by, personal=personal, clip=o.clip, noise=o.noise)
+        answers = await fleet.run("share", {device.id: share for device in fleet.devices()})
+        modules = {i: shared.module for i, shared in results(answers, PrivateShared).items()}
+        numbers = round_rng(self.settings, state.round + 1).permutation(sorted(modules)).tolist()
+        n_pools = -(-len(numbers) // MAX_POOL)  # more devices than fit into a pool: several of about equal size
+        pools = [numbers[k::n_pools] for k in range(n_pools)]
+        orders = {
+            i: FitPool(
+                model=state.model,
+                personal=personal,
+                kept_by=kept_by,
+                initial=state.initial,
+                pool=tuple(None if other == i else modules[other] for other in members),  # the own one is there
+                own=own,
+                preset=self.PRESET,
+                top=o.top,
+                denoise=o.denoise,
+                guard=o.guard,
+            )
+            for members in pools
+            for own, i in enumerate(members)
+        }
+        fitted = results(await insist(fleet, "pool", orders), Installed)
+        others = {device.id for device in fleet.devices()} - set(fitted)
+        after = await install(
+            self,
+            state,
+            fleet,
+            among=others,
+            model=state.model,
+            personal=personal,
+            kept_by=kept_by,
+            initial=state.initial,
+        )
+        installed = dict(sorted((after.installed | fitted).items()))
+        return msgspec.structs.replace(after, installed=installed)
+
+    def serves(self, state: PersonalState, device_id: str) -> BlobRef:
+        """The model that the base serves."""
+        return self._base.serves(state, device_id)
+
+    def summary(self, state: State) -> dict[str, Any]:
+        """The base's figures, and its name."""
+        base: dict[str, Any] = self._base.summary(state)
+        return base | {"method": self.name, "base": self.options.base}

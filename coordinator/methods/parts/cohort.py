@@ -1,0 +1,93 @@
+"""Cohorts of methods without clusters, or with overlapping ones: all devices are one cluster.
+
+`uniform` and `fastest` draw from all devices; `ccmab` is FedEPC's bandit with its deadline (fedepc.md section 5).
+Stratified draws need one cluster per device: methods that have them call `coordinator.selection.select.choose`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from coordinator.fleet.fleet import Answer, Fleet
+from coordinator.methods.method import Method, MethodSettings, State, accepted, declined, round_rng
+from coordinator.methods.parts.grouping import Choices, arm, bandits_after, tell_choices, tell_draw
+from coordinator.selection import ccmab
+from coordinator.selection.select import Selection, cohort_size, fastest, uniform
+from coordinator.store.records import Device
+from fedge.steps.training.train import Train, Trained
+from fedge.wire.messages import BlobRef
+
+SELECTIONS: Final[tuple[Selection, ...]] = ("uniform", "fastest", "ccmab")
+NO_CLUSTERS: Final = {
+    "clustering": "all devices share one model, or a part of one; cfic, fedepc, fedge and scmoe-pfl make clusters",
+    "selection=stratified": "it draws about as many devices from each cluster, and here are none; "
+    "cfic:correction=false is fedavg with it",
+}
+"""Refused by methods without clusters."""
+
+
+class ChoosingState(State, frozen=True, kw_only=True):
+    """`seconds`: of each device's last round, of `fastest`; `bandit`: of `ccmab`."""
+
+    seconds: dict[str, float] = {}
+    bandit: ccmab.State = ccmab.State()
+
+
+C = TypeVar("C", bound=ChoosingState)
+
+
+async def train_cohort(
+    method: Method[Any], state: C, fleet: Fleet, model: BlobRef, order: Callable[[str], Train]
+) -> tuple[C, int, dict[str, Trained]]:
+    """Have a cohort train `model`, or models of its size, each device by its order.
+
+    Losses and gradient norms are measured only for the bandit.
+
+    Returns:
+        The state with what the round showed of the devices, the number asked, and their updates.
+    """
+    ids, choices = drawn(method.selection, state, fleet.devices(), method.settings, model)
+    if choices:
+        tell_choices(fleet, choices)
+    else:
+        tell_draw(fleet, ids, [device.id for device in fleet.devices()])
+    own = {i: order(i) for i in ids}
+    measured = {id(each): msgspec.structs.replace(each, measure=bool(choices)) for each in own.values()}
+    answers = await fleet.run("train", {i: measured[id(each)] for i, each in own.items()})  # equal ones stay one object
+    return learned(method.selection, state, choices, answers), len(own), accepted(answers)
+
+
+def bandit_of(settings: MethodSettings) -> ccmab.Settings:
+    """Settings of the bandits of a method without options for them; no deadline if everybody trains."""
+    everybody = settings.participation == 1
+    return ccmab.Settings(quota=settings.participation, deadline_s=math.inf if everybody else None)
+
+
+def drawn(
+    how: Selection | None, state: ChoosingState, devices: Sequence[Device], settings: MethodSettings, model: BlobRef
+) -> tuple[list[str], Choices]:
+    """Ids of the cohort of round `state.round + 1`, ascending, and of `ccmab` its choice; for models of this size."""
+    if how == "ccmab":
+        held = ccmab.select(state.bandit, [arm(d, settings.sgd, model) for d in devices], bandit_of(settings))
+        return list(held[0].ids), {0: held}
+    ids = [device.id for device in devices]
+    n = cohort_size(len(ids), settings.participation)
+    if how == "uniform":
+        return uniform(ids, n, round_rng(settings, state.round + 1)), {}
+    clocks = {d.id: d.context.cpu_ghz for d in devices if d.context is not None and d.context.cpu_ghz}
+    return fastest(ids, n, state.seconds, clocks), {}
+
+
+def learned(how: Selection | None, state: C, choices: Choices, answers: Mapping[str, Answer]) -> C:
+    """The state with what a round showed of the devices; of `fastest` infinity where one failed or did not answer."""
+    if choices:
+        return msgspec.structs.replace(state, bandit=bandits_after(choices, answers)[0])
+    if how != "fastest":
+        return state
+    trained = accepted(answers)
+    times = {i: a.seconds if i in trained else math.inf for i, a in answers.items() if not declined(a)}
+    return msgspec.structs.replace(state, seconds=state.seconds | times)

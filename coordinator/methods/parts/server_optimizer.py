@@ -1,0 +1,58 @@
+"""The server's optimizer: a global model or an expert moves by the devices' mean change, with momentum.
+
+Source: docs/methods/fedge.md, sections 4 and 5; without momentum it is FedAvg.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+from msgspec import Struct
+
+from coordinator.aggregation import Average
+from coordinator.aggregation.momentum import server_step
+from coordinator.fleet.fleet import Fleet
+from coordinator.fleet.versions import put_after
+from fedge.tensors.layout import Layout, Model
+from fedge.wire.messages import BlobRef
+
+log = logging.getLogger("fedge.method")
+
+
+class ServerModel(Struct, frozen=True, kw_only=True):
+    """w and v, by reference. None is zero velocity."""
+
+    model: BlobRef
+    velocity: BlobRef | None = None
+
+
+def apply_mean(model: BlobRef, mean: Average | None, layout: Layout, fleet: Fleet) -> BlobRef:
+    """FedAvg's step: w <- w + mean change. Arguments as in `stepped`."""
+    return stepped(ServerModel(model=model), mean, layout, fleet, gamma=0.0).model
+
+
+def stepped(server: ServerModel, mean: Average | None, layout: Layout, fleet: Fleet, *, gamma: float) -> ServerModel:
+    """One step: v <- gamma v + mean change;  w <- w + v.  Buffers and counters are the mean's.
+
+    Args:
+        server: w, v.
+        mean: of the devices' changes; None: the model stays.
+        layout: of the model.
+        fleet: where models are kept.
+        gamma: momentum, in [0, 1); with 0 no velocity is kept.
+
+    Returns:
+        The model after the step; the old one, at rest, where the new one would not be finite (this is logged).
+    """
+    if mean is None:
+        return server
+    w = fleet.get(server.model, layout)
+    v = fleet.get_tensors(server.velocity)["v"].astype(np.float32) if server.velocity else None
+    step = server_step(w.params, v, mean.params, gamma=gamma)
+    if step.diverged:
+        log.error("event=diverged the model would become non-finite; the old one is kept")
+        return ServerModel(model=server.model)
+    model = Model(step.w, mean.buffers.astype(np.float32), mean.counters)
+    velocity = None if step.v is None else fleet.put({"v": step.v})
+    return ServerModel(model=put_after(fleet, server.model, model, layout), velocity=velocity)

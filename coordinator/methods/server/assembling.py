@@ -1,0 +1,113 @@
+"""Bundles made by the coordinator, for devices that do not train (fedge.md section 12, fedcoe.md section 7).
+
+`files_of` needs torch, for comparison. `bundle_in_subprocess` runs it in a short-lived child, so that this process does
+not load torch.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from export import Candidate, GateWeights, Mixture, write_bundle
+from fedge.data.task import TaskSpec
+from fedge.errors import ConfigError, failing_as
+from fedge.system import child
+from fedge.tensors.layout import Layout, Model
+from fedge.wire.messages import Role
+
+
+def mixture_of(
+    task: TaskSpec, models: Sequence[Model], shares: Sequence[float], log_prior: NDArray[np.float64] | None
+) -> Mixture:
+    """One model unchanged, or several whose outputs are mixed in fixed shares.
+
+    Args:
+        task: of the models.
+        models: at least one.
+        shares: of each model in the output; sum to 1.
+        log_prior: added to the logits of class c, (C,); None: nothing (kappa = 0).
+    """
+    alone = len(models) == 1
+    return Mixture(
+        candidates=tuple(
+            Candidate(
+                role=Role.GLOBAL if alone else Role.EXPERT,
+                name=Role.GLOBAL.value if alone else f"{Role.EXPERT.value}-{k}",
+                model=model,
+                kappa=0.0 if log_prior is None else 1.0,
+                weight=share,
+            )
+            for k, (model, share) in enumerate(zip(models, shares, strict=True))
+        ),
+        log_prior=np.zeros(task.n_classes) if log_prior is None else log_prior,
+        beta=0.0,
+        gate=GateWeights.untrained(task.input_shape, len(models)),
+        top=len(models),
+    )
+
+
+def files_of(
+    mixture: Mixture, samples: NDArray[np.floating], *, task: TaskSpec, layout: Layout, release: int, method: str
+) -> dict[str, bytes]:
+    """The files of a bundle by name; equal arguments give equal bytes.
+
+    Args:
+        mixture: what the bundle predicts.
+        samples: (n, *input_shape) model inputs on which torch and ONNX Runtime must agree; n may be 0.
+        task: what the bundle is for.
+        layout: of the models.
+        release: of the bundle.
+        method: named in the manifest.
+
+    Raises:
+        ConfigError: the network cannot be expressed in ONNX.
+        UpdateRejected: torch and ONNX Runtime disagree.
+    """
+    with tempfile.TemporaryDirectory(prefix="fedge-bundle-") as folder:
+        write_bundle(
+            Path(folder) / "bundle",
+            task=task,
+            layout=layout,
+            mixture=mixture,
+            validation=samples,
+            release=release,
+            method=method,
+            metrics={},
+        )
+        return {file.name: file.read_bytes() for file in sorted(Path(folder, "bundle").iterdir())}
+
+
+def bundle_in_subprocess(
+    task: TaskSpec, layout: Layout, model: Model, *, release: int, method: str
+) -> dict[str, bytes]:
+    """The files of a bundle with the model's predictions, without torch in this process.
+
+    Raises:
+        ConfigError: such a network cannot be exported; the text says why.
+    """
+    with failing_as(ConfigError, f"no bundle of the network of task {task.name} can be made", on=ConfigError):
+        return child.call(
+            "coordinator.methods.server.assembling:bundle_of",
+            task,
+            layout,
+            model,
+            release,
+            method,
+            returns=dict[str, bytes],
+        )
+
+
+def bundle_of(task: TaskSpec, layout: Layout, model: Model, release: int, method: str) -> dict[str, bytes]:
+    """The files of a bundle with the model's predictions; loads torch.
+
+    Raises:
+        ConfigError: the network cannot be built or expressed in ONNX.
+        UpdateRejected: torch and ONNX Runtime disagree.
+    """
+    mixture, none = mixture_of(task, [model], [1.0], None), np.zeros((0, *task.input_shape), np.float32)
+    return files_of(mixture, none, task=task, layout=layout, release=release, method=method)

@@ -1,0 +1,153 @@
+"""The devices of a federation in Home Assistant, through its MQTT discovery.
+
+    homeassistant/device/fedge_FEDERATION_ID/config   the device's entities, retained
+    fedge-home/FEDERATION/devices/ID                  their values, as JSON, retained
+    fedge-home/FEDERATION/available                   online or offline, retained: offline is the last will
+
+It publishes nothing that the page does not show; what a device's owner withholds has no entity. Source: Home
+Assistant's documentation of MQTT, "Device discovery payload".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import secrets
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from typing import Any, Final
+from urllib.parse import unquote, urlsplit
+
+import fedge
+from fedge.errors import ConfigError, StoreError, TransportError
+from fedge.wire.transport import BrokerSettings, Transport, Will
+
+log = logging.getLogger("fedge.ui")
+
+LOOK_S: Final = 10.0
+"""Pause between two looks for what has changed."""
+GOODBYE_S: Final = 2.0
+MAX_TEXT: Final = 255
+"""Characters that Home Assistant takes as a state."""
+Read = Callable[[], Awaitable[Mapping[str, Any]]]
+
+
+def broker_of(url: str) -> BrokerSettings:
+    """The broker of mqtt://USER:PASSWORD@HOST:PORT.
+
+    Raises:
+        ConfigError: not such an address.
+    """
+    with contextlib.suppress(ValueError):
+        found = urlsplit(url)
+        if found.scheme == "mqtt" and found.hostname and not found.path.strip("/"):
+            user, password = (None if word is None else unquote(word) for word in (found.username, found.password))
+            return BrokerSettings(found.hostname, found.port or 1883, user, password)
+    raise ConfigError("home_assistant: give mqtt://HOST:PORT, or mqtt://USER:PASSWORD@HOST:PORT")
+
+
+def messages(state: Mapping[str, Any]) -> Iterator[tuple[str, bytes]]:
+    """All retained messages about the devices, by topic. `state`: from `Watch.state`."""
+    federation = state["federation"]
+    for device in state["devices"]:
+        topic = f"{_root(federation)}/devices/{device['id']}"
+        name = f"fedge_{_word(federation)}_{_word(device['id'])}"
+        figures = _figures(device)
+        config = {
+            "device": {"identifiers": [name], "name": f"{device['id']} ({federation})", "manufacturer": "fedge"},
+            "origin": {"name": "fedge", "sw_version": fedge.__version__},
+            "components": {f"{name}_{key}": _entity(name, key) for key in figures},
+            "state_topic": topic,
+            "availability_topic": f"{_root(federation)}/available",
+        }
+        yield f"homeassistant/device/{name}/config", json.dumps(config).encode()
+        yield topic, json.dumps(figures).encode()
+
+
+ENTITIES: Final[Mapping[str, Mapping[str, str]]] = {
+    "online": {"platform": "binary_sensor", "name": "online", "device_class": "connectivity"},
+    "drift": {"platform": "binary_sensor", "name": "inputs drift", "device_class": "problem"},
+    "trouble": {"platform": "sensor", "name": "trouble"},
+    "release": {"platform": "sensor", "name": "release"},
+    "accuracy": {"platform": "sensor", "name": "accuracy", "unit_of_measurement": "%"},
+    "temperature": {
+        "platform": "sensor",
+        "name": "temperature",
+        "device_class": "temperature",
+        "unit_of_measurement": "°C",
+    },
+    "failed": {"platform": "sensor", "name": "failed predictions", "state_class": "total_increasing"},
+}
+
+
+def _figures(device: Mapping[str, Any]) -> dict[str, Any]:
+    """A device's values by entity; None: unknown yet."""
+    health, context, accuracy = device["health"] or {}, device["context"] or {}, device["accuracy"]
+    figures = {
+        "online": "ON" if device["presence"] == "online" else "OFF",
+        "trouble": device["why"][:MAX_TEXT] or "none",
+        "release": device["release"],
+    }
+    by_kind = {
+        "loss": {"accuracy": round(100 * accuracy[-1][1], 1) if accuracy else None},
+        "load": {"temperature": context.get("temperature_c")},
+        "use": {"drift": "ON" if health.get("drift") else "OFF", "failed": health.get("n_failed", 0)} if health else {},
+    }
+    for kind, told in by_kind.items():
+        if kind not in device["withholds"]:
+            figures |= told
+    return figures
+
+
+def _entity(name: str, key: str) -> dict[str, str]:
+    return {**ENTITIES[key], "unique_id": f"{name}_{key}", "value_template": f"{{{{ value_json.{key} }}}}"}
+
+
+def _root(federation: str) -> str:
+    return f"fedge-home/{federation}"
+
+
+def _word(name: str) -> str:
+    """A name in the characters of an object id; distinct names stay distinct."""
+    return name.replace("_", "__").replace(".", "_-")
+
+
+async def tell(read: Read, url: str, federation: str) -> None:
+    """Keep Home Assistant's broker informed until cancelled; a refusal is logged once."""
+    available = f"{_root(federation)}/available"
+    ours = f"fedge-home:{federation}:{secrets.token_hex(4)}"  # others may tell of the same federation
+    transport = Transport(broker_of(url), ours, will=Will(available, b"offline"))
+    said: dict[str, bytes] = {}
+
+    async def forget() -> None:
+        said.clear()  # for a broker that lost its state
+
+    transport.on_connect(forget)
+    try:
+        async with transport:
+            try:
+                while True:
+                    said.pop(available, None)  # one of the others that has ended has said offline
+                    try:
+                        await _update(transport, said, {available: b"online"} | dict(messages(await read())))
+                    except StoreError as error:
+                        log.warning("event=cannot_read reason=%r", str(error))
+                    await asyncio.sleep(LOOK_S)
+            finally:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(GOODBYE_S):
+                        await transport.publish(available, b"offline", retain=True)
+    except TransportError as error:
+        log.error("event=home_assistant_ended reason=%r", str(error))  # noqa: TRY400 - the text is all
+
+
+async def _update(transport: Transport, said: dict[str, bytes], now: Mapping[str, bytes]) -> None:
+    """Publish what is new, and clear what is gone."""
+    for topic in [*now, *(said.keys() - now.keys())]:
+        payload = now.get(topic, b"")
+        if said.get(topic) != payload:
+            await transport.publish(topic, payload, retain=True)
+            said[topic] = payload
+            if not payload:
+                del said[topic]

@@ -1,0 +1,257 @@
+"""Decides how far a release may go, from the devices' reports alone.
+
+A rollout goes through stages, each a larger share of the fleet. The next one begins when every present device of the
+stage has served the release for a soak time and no measurement objects; otherwise the rollout is aborted, and its
+devices revert. Everything here is a pure function; `service` acts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Final
+
+from msgspec import Meta, Struct
+from msgspec.structs import replace
+
+from fedge.wire.messages import (
+    Count,
+    Digest,
+    FileRef,
+    Health,
+    Id,
+    NonNegative,
+    Phase,
+    Quality,
+    Rollout,
+    RolloutState,
+    Share,
+    Text,
+)
+from fedge.wire.rollout import place, takes_part
+
+MAX_REASONS: Final = 10
+"""Devices named when a rollout is aborted."""
+
+
+MINIMUM_S: Final = 2.0
+"""After this time, all messages sent before an abort have arrived."""
+
+
+class Plan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A release to roll out, and the limits that stop it.
+
+    The first stage is that of the canaries: not a single device may fail there. With named canaries its share is 0.
+    """
+
+    id: Id
+    target: Text
+    release: Count
+    digest: Digest  # of the manifest
+    canaries: tuple[Id, ...] = ()
+    stages: Annotated[tuple[Share, ...], Meta(min_length=1)] = (0.1, 0.5, 1.0)
+    soak_s: NonNegative = 60.0  # how long all must be well before the next stage
+    absent_s: NonNegative = 600.0  # devices of which nothing is heard are not waited for after this time
+    max_failures: Share = 0.05  # of a stage's devices, after the first stage
+    accuracy_drop: NonNegative = 0.01  # mean over the devices that run it; more if few samples make it uncertain
+    latency_ratio: NonNegative = 1.5  # of the mean latencies
+    latency_slack_ms: NonNegative = 1.0  # in addition
+    free_energy_shift: NonNegative = 1.0  # mean, in deviations of the bundles' validation samples
+    gate_entropy_shift: NonNegative = 0.3  # mean, as a share of the largest that is possible
+    temperature_c: float = 85.0  # mean over the devices that run it
+
+
+class Progress(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The state of a rollout. began: the stage, its resumption, or its end; good_since: all is well since then."""
+
+    state: RolloutState = RolloutState.RUNNING
+    stage: Count = 0
+    share: Share = 0.0
+    began: NonNegative
+    good_since: NonNegative | None = None
+    reasons: tuple[str, ...] = ()
+
+
+class Seen(Struct, frozen=True, kw_only=True):
+    """A device's last message, and its time by our clock."""
+
+    health: Health
+    at: float
+
+
+def decide(plan: Plan, progress: Progress, fleet: Mapping[str, Seen], now: float) -> Progress:
+    """The rollout's next state: unchanged, one stage further, done, or aborted with the reasons.
+
+    Args:
+        plan: what is rolled out.
+        progress: the present state.
+        fleet: each device's last message, by its id.
+        now: seconds since the epoch.
+    """
+    progress = _not_after(now, progress)
+    if progress.state is not RolloutState.RUNNING:
+        return progress
+    progress = replace(progress, share=share_of(plan, progress, fleet, now))
+    reasons = objections(plan, progress, fleet)
+    if reasons:
+        return aborted(progress, reasons, now)
+    if not _stage_is_well(plan, progress, fleet, now):
+        return replace(progress, good_since=None)
+    good_since = now if progress.good_since is None else progress.good_since
+    if now - good_since < plan.soak_s:
+        return replace(progress, good_since=good_since)
+    if progress.stage + 1 == len(plan.stages):
+        return replace(progress, state=RolloutState.DONE, good_since=good_since)
+    further = replace(progress, stage=progress.stage + 1, began=now, good_since=None)
+    return replace(further, share=share_of(plan, further, fleet, now))
+
+
+def _not_after(now: float, progress: Progress) -> Progress:
+    """Limit recorded times to now, so that a clock set back does not delay the rollout."""
+    since = progress.good_since
+    return replace(progress, began=min(progress.began, now), good_since=None if since is None else min(since, now))
+
+
+def aborted(progress: Progress, reasons: Sequence[str], now: float) -> Progress:
+    """The rollout's abort, after which devices revert."""
+    return replace(progress, state=RolloutState.ABORTED, began=now, reasons=tuple(reasons[:MAX_REASONS]))
+
+
+def share_of(plan: Plan, progress: Progress, fleet: Mapping[str, Seen], now: float) -> float:
+    """The stage's share, enlarged if need be until one present device takes part, since an empty stage proves nothing.
+
+    A device that disappeared while running the release counts as present: no other is put at risk in its place.
+    """
+    share = max(plan.stages[progress.stage], progress.share)
+    there = [
+        device for device, seen in fleet.items() if runs(plan, seen.health) or not _absent(plan, progress, seen, now)
+    ]
+    if plan.canaries or not there:
+        return share
+    first = min(place(plan.id, device) for device in there)
+    return share if first < share else math.nextafter(first, 1.0)
+
+
+def message(plan: Plan, progress: Progress, metadata: Mapping[str, FileRef]) -> Rollout:
+    """The announcement to the fleet."""
+    return Rollout(
+        id=plan.id,
+        state=progress.state,
+        target=plan.target,
+        release=plan.release,
+        canaries=plan.canaries,
+        share=progress.share,
+        metadata=dict(metadata),
+    )
+
+
+def members(plan: Plan, progress: Progress, fleet: Mapping[str, Seen]) -> list[str]:
+    """The devices that take part at this stage, by ascending id."""
+    rollout = message(plan, progress, {})
+    return [device for device in sorted(fleet) if takes_part(rollout, device)]
+
+
+def runs(plan: Plan, health: Health) -> bool:
+    """Whether the device serves the release, on trial or for good."""
+    return health.bundle_digest == plan.digest
+
+
+def objections(plan: Plan, progress: Progress, fleet: Mapping[str, Seen]) -> list[str]:
+    """Reasons against continuing the rollout; empty: there are none."""
+    healths = {device: fleet[device].health for device in sorted(fleet)}
+    failed = {device: health for device, health in healths.items() if _has_failed(plan, health)}
+    allowed = 0.0 if progress.stage == 0 else plan.max_failures * len(members(plan, progress, fleet))
+    found = [f"{device} {health.phase}: {health.reason}" for device, health in failed.items()]
+    return [*(found if len(found) > allowed else []), *_measured(plan, [*healths.values()])]
+
+
+def _measured(plan: Plan, healths: list[Health]) -> list[str]:
+    """Measurements of the devices that run the release, before and now, compared on average."""
+    there = [health for health in healths if runs(plan, health) and health.rollout == plan.id]
+    pairs = [(h.before, h.now) for h in there if h.before is not None and h.now is not None]
+    found = []
+    accuracy = _means(pairs, lambda quality: quality.accuracy)
+    if accuracy is not None and accuracy[0] - accuracy[1] > max(plan.accuracy_drop, _accuracy_error(pairs)):
+        found.append(f"accuracy: {accuracy[1]:.3f} on average, {accuracy[0]:.3f} before")
+    latency = _means(pairs, lambda quality: quality.latency_ms)
+    if latency is not None and latency[1] > plan.latency_ratio * latency[0] + plan.latency_slack_ms:
+        found.append(f"latency: {latency[1]:.2f} ms on average, {latency[0]:.2f} ms before")
+    free = _means(pairs, lambda quality: quality.free_energy)
+    if free is not None and abs(free[1] - free[0]) > plan.free_energy_shift:
+        found.append(f"free energy: {free[1]:.2f} on average, {free[0]:.2f} before")
+    entropy = _means(pairs, lambda quality: quality.gate_entropy)
+    if entropy is not None and abs(entropy[1] - entropy[0]) > plan.gate_entropy_shift:
+        found.append(f"gate entropy: {entropy[1]:.2f} on average, {entropy[0]:.2f} before")
+    warm = [health.temperature_c for health in there if health.temperature_c is not None]
+    if warm and sum(warm) / len(warm) > plan.temperature_c:
+        found.append(f"temperature: {sum(warm) / len(warm):.0f} C on average")
+    return found
+
+
+def _means(pairs: list[tuple[Quality, Quality]], of: Callable[[Quality], float | None]) -> tuple[float, float] | None:
+    """Mean before and now over the devices that measured both."""
+    both = [(was, now) for was, now in ((of(a), of(b)) for a, b in pairs) if was is not None and now is not None]
+    if not both:
+        return None
+    return sum(was for was, _ in both) / len(both), sum(now for _, now in both) / len(both)
+
+
+def _accuracy_error(pairs: list[tuple[Quality, Quality]]) -> float:
+    """An upper bound for the standard error of the mean difference of accuracy over devices.
+
+    It assumes that the two bundles, each right with probability p, err independently: a device with n samples has the
+    variance 2 p (1 - p) / n.
+    """
+    variances = []
+    for was, now in pairs:
+        if was.accuracy is not None and now.accuracy is not None:
+            p = (was.accuracy + now.accuracy) / 2
+            variances.append(2 * p * (1 - p) / max(now.n, 1))
+    return math.sqrt(sum(variances)) / max(len(variances), 1)
+
+
+def _has_failed(plan: Plan, health: Health) -> bool:
+    return health.rollout == plan.id and health.phase in {Phase.REFUSED, Phase.ROLLED_BACK}
+
+
+def _awaits_signatures(plan: Plan, health: Health) -> bool:
+    """Whether a device would take the release if only its metadata were signed again."""
+    return _has_failed(plan, health) and health.phase is Phase.REFUSED and health.reason.startswith("expired")
+
+
+def _is_on_its_way(plan: Plan, health: Health) -> bool:
+    """Whether the device may be running the release by the time it learns of an end."""
+    return health.rollout == plan.id and health.phase is Phase.FETCHING
+
+
+def _absent(plan: Plan, progress: Progress, seen: Seen, now: float) -> bool:
+    """Whether to stop waiting for a device: for too long it was not heard of, or could not fetch the release."""
+    if runs(plan, seen.health) and seen.health.phase is Phase.SERVING:
+        return False
+    heard = progress.began if seen.health.phase is Phase.FAILED else max(progress.began, seen.at)
+    return now - heard > plan.absent_s
+
+
+def _stage_is_well(plan: Plan, progress: Progress, fleet: Mapping[str, Seen], now: float) -> bool:
+    """Whether all present devices of the stage serve the release for good, and there is at least one."""
+    waited_for = [
+        fleet[device].health
+        for device in members(plan, progress, fleet)
+        if not _absent(plan, progress, fleet[device], now) and not _has_failed(plan, fleet[device].health)
+    ]
+    return bool(waited_for) and all(runs(plan, h) and h.phase is Phase.SERVING for h in waited_for)
+
+
+def over(plan: Plan, progress: Progress, fleet: Mapping[str, Seen], now: float) -> bool:
+    """Whether no device is left to update or revert."""
+    if progress.state is RolloutState.DONE:
+        return all(
+            (_has_failed(plan, seen.health) and not _awaits_signatures(plan, seen.health))
+            or (runs(plan, seen.health) and seen.health.phase is Phase.SERVING)
+            for seen in fleet.values()
+        )
+    if progress.state is RolloutState.ABORTED:
+        since = now - progress.began
+        busy = any(runs(plan, s.health) or _is_on_its_way(plan, s.health) for s in fleet.values())
+        return since > plan.absent_s or (since >= MINIMUM_S and not busy)
+    return False

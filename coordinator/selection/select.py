@@ -1,0 +1,142 @@
+"""Who trains in a round: uniform, stratified (per cluster), the fastest, or `ccmab`, a bandit under a deadline.
+
+A method without clusters calls `uniform` or `fastest` itself. A method with clusters calls `choose`, which offers all
+four under one signature: deadline and overdue devices (FedEPC sections 5.2 and 5.5) always follow the bandit's
+settings, so that selections differ only in the choice.
+
+Source: uniform: McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS
+2017, Algorithm 1; size of the cohort and stratified: Yang et al., "Cluster Federated Learning with Intra-Cluster
+Correction" (CFIC), CMC 2025, Algorithm 1; docs/methods/cfic.md, section 5. Departure: the count per cluster is max, not
+min, of 1 and the share; with fewer picks than clusters, they take turns (section 9, point 2). Fastest: a baseline
+(docs/methods/fedepc.md, section 8.3), not a recommendation: rounds are short, and slow devices never train.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import numpy as np
+
+from coordinator.selection import ccmab
+
+Selection = Literal["ccmab", "uniform", "fastest", "stratified"]
+
+
+def cohort_size(n_clients: int, share: float) -> int:
+    """n_s = min(K, max(1, floor(K gamma + 0.5 + 1e-9))): rounded half up; 0 of 0 clients.
+
+    Args:
+        n_clients: K >= 0.
+        share: gamma, in (0, 1].
+
+    Example:
+        >>> [cohort_size(n, 0.3) for n in (0, 1, 5, 100)]
+        [0, 1, 2, 30]
+    """
+    return min(n_clients, max(1, math.floor(n_clients * share + 0.5 + 1e-9)))
+
+
+def uniform(ids: Sequence[str], n: int, rng: np.random.Generator) -> list[str]:
+    """min(n, len(ids)) different clients, drawn uniformly without replacement; by ascending id."""
+    return sorted(rng.permutation(ids)[:n].tolist()) if ids else []
+
+
+def stratified(
+    clusters: Mapping[int, Sequence[str]],
+    n: int,
+    rng: np.random.Generator,
+    *,
+    others: Sequence[str] = (),
+    last_visit: Mapping[int, int],
+) -> list[str]:
+    """min(n, clients there are) different clients, by ascending id; all draws uniform without replacement.
+
+    With n >= m clusters: base_i = min(|G_i|, floor(n/m)) from each, the rest from all that were not drawn yet. With
+    n < m: one client each from the n clusters that were visited longest ago, ties at random. Without clusters: n of
+    `others`.
+
+    Args:
+        clusters: G_i by key, ascending; members by ascending id, every client in at most one; none is empty.
+        n: n_s >= 0.
+        rng: of this round.
+        others: clients without a cluster, by ascending id; extra picks alone reach them.
+        last_visit: round in which some member was drawn last, by key; a cluster that is not there never was.
+    """
+    m = len(clusters)
+    if n < m:
+        order = rng.permutation(sorted(clusters)).tolist()
+        chosen = sorted(order, key=lambda key: last_visit.get(key, 0))[:n]  # stable: ties stay at random
+        return sorted(i for key in sorted(chosen) for i in uniform(clusters[key], 1, rng))
+    base = [i for key in sorted(clusters) for i in uniform(clusters[key], n // m, rng)]
+    drawn = set(base)
+    rest = sorted(i for pool in (*clusters.values(), others) for i in pool if i not in drawn)
+    return sorted(base + uniform(rest, n - len(base), rng))
+
+
+def fastest(ids: Sequence[str], n: int, seconds: Mapping[str, float], cpu_ghz: Mapping[str, float]) -> list[str]:
+    """The min(n, len(ids)) devices with the shortest rounds; by ascending id, the lowest id on a tie.
+
+    A device that was never measured is assumed to need c / f seconds, with c the median cycles of the measured devices
+    (1 without any) and f its clock; one with an unknown clock comes last but one. A device that did not answer its last
+    order (infinity) comes last.
+
+    Args:
+        ids: the devices to choose from.
+        n: >= 0.
+        seconds: time of each device's last round, >= 0, if there was one; infinity if it did not answer.
+        cpu_ghz: clock f of each device, > 0, if known.
+
+    Example:
+        >>> fastest(["a", "b", "c"], 2, {"a": 9.0, "b": 4.0}, {"a": 1.0, "b": 2.0, "c": 4.0})
+        ['b', 'c']
+    """
+    cycles = [seconds[i] * cpu_ghz[i] for i in ids if i in cpu_ghz and math.isfinite(seconds.get(i, math.inf))]
+    typical = float(np.median(cycles)) if cycles else 1.0
+
+    def expected(device: str) -> tuple[bool, float, str]:
+        guess = typical / cpu_ghz[device] if device in cpu_ghz else math.inf
+        return seconds.get(device) == math.inf, seconds.get(device, guess), device
+
+    return sorted(sorted(ids, key=expected)[:n])
+
+
+def choose(
+    how: Selection,
+    arms: Mapping[int, Sequence[ccmab.Arm]],
+    bandits: Mapping[int, ccmab.State],
+    settings: ccmab.Settings,
+    *,
+    seed: tuple[int, ...],
+    last_visit: Mapping[int, int],
+) -> dict[int, tuple[ccmab.Selection, ccmab.State]]:
+    """Choose devices in each cluster; returns, by cluster, the choice and the bandit with which this round was held.
+
+    Args:
+        how: `ccmab`, `uniform` and `fastest` choose the quota of every cluster; `stratified` draws about equally many
+            devices from each cluster, the quota of all together (CFIC section 5).
+        arms: the reachable devices of each cluster, by its number >= 0.
+        bandits: of each cluster; rivals use only what they know of times and waiting.
+        settings: of the bandits.
+        seed: of the round; every cluster has separate random numbers.
+        last_visit: last round in which a device of the cluster was chosen (or any number that grows with it).
+    """
+    sizes: Mapping[int, int | None] = dict.fromkeys(arms)
+    if how == "stratified":
+        present = {k: [arm.id for arm in of_cluster] for k, of_cluster in arms.items() if of_cluster}
+        size = cohort_size(sum(map(len, present.values())), settings.quota)
+        drawn = set(stratified(present, size, np.random.default_rng(seed), last_visit=last_visit))
+        sizes = {k: n for k, ids in present.items() if (n := len(drawn.intersection(ids)))}
+    return {
+        k: ccmab.select(bandits[k], arms[k], settings, size=size, rule=_rule(how, np.random.default_rng((*seed, k))))
+        for k, size in sizes.items()
+    }
+
+
+def _rule(how: Selection, rng: np.random.Generator) -> ccmab.Rule | None:
+    if how == "ccmab":
+        return None
+    if how == "fastest":
+        return lambda ids, n, seconds: fastest(ids, n, seconds, {})
+    return lambda ids, n, _: uniform(ids, n, rng)

@@ -1,0 +1,350 @@
+"""`fedge coordinator` runs a federation; `fedge status` reports on it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import statistics
+import sys
+import uuid
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import click
+
+from coordinator.fleet.mqtt.fleet import outdated
+from coordinator.fleet.problems import Problem, reasons_of, told
+from coordinator.methods.options import check, method_options, resolve_options
+from coordinator.page.cli import UiSettings, page
+from coordinator.service.service import CoordinatorSettings, Observer, happened, help_out, serve
+from coordinator.store.store import Store
+from coordinator.watch.options import HOME_HELP, ago, lasting
+from coordinator.watch.state import count_devices, headline, read_summary, without_bundle_because
+from coordinator.watch.tracking import tracking
+from fedge.errors import ConfigError, ProtocolError, StoreError
+from fedge.identity.names import Role, Subject
+from fedge.membership.credentials import Credentials
+from fedge.membership.signed_messages import speaker
+from fedge.models.weights import with_network
+from fedge.settings import resolve, settings_options
+from fedge.system.background import until_stopped
+from fedge.system.help import Command, Heading, json_lines, json_option
+from fedge.system.logs import bind, in_json, note
+from fedge.system.stopping import INTERRUPTED
+from fedge.system.text import printable
+from fedge.tasks import task_spec
+from fedge.wire.messages import Status, decode, is_outdated
+from fedge.wire.retained import retained
+from fedge.wire.route import parse_address
+from fedge.wire.topics import Topics
+from fedge.wire.transport import BrokerSettings, Transport
+
+log = logging.getLogger("fedge.coordinator")
+
+TIMED_ROUNDS: Final = 3
+"""Rounds after which there is an estimate of the time left."""
+LAST_ROUNDS: Final = 9
+"""Rounds whose median it is from."""
+
+
+@click.command(cls=Command)
+@settings_options(CoordinatorSettings, "coordinator")
+@method_options
+@json_lines("event")
+def coordinator(config: Path | None, options: tuple[str, ...], as_json: bool, **flags: object) -> int:
+    """Run a federation to its end, or continue it.
+
+    You may kill it at any time: started again with the same --home, it continues where it was. It writes the task to
+    HOME/task.json, for devices that cannot tell it from their own data. It does not train on the samples of --data.
+
+    Examples:
+      fedge coordinator --broker localhost:1883 --federation shop --home shop --task digits --devices 12
+      fedge coordinator --broker localhost:1883 --federation shop --home shop --task image-folder --data samples
+      fedge coordinator --config edge_server.toml --rounds 50 --json
+      fedge coordinator --config edge_server.toml --method ditto --option proximal_lambda=0.3
+      fedge coordinator --config edge_server.toml --role intake
+
+    Exit codes: 0 done, 2 wrong configuration, 3 the broker refuses us, 4 the disk is full or broken or the
+    store's server does not answer, 6 the end has come, and nothing was learned or no device has a bundle,
+    130 stopped.
+    """
+    settings = resolve(CoordinatorSettings, "coordinator", config, flags)
+    bind(federation=settings.federation)
+    own = resolve_options(config, options)
+    check(settings.method, own)
+    task = task_spec(settings.task, settings.data, allow=settings.allow.split(","))
+    task = with_network(task, settings.model, settings.weights, settings.adapt)
+    alone = settings.role == "all"
+    opened = Store(
+        settings.home, settings.store, blobs=settings.blobs, federation=settings.federation, intake=not alone
+    )
+    if not alone:
+        with contextlib.closing(opened) as store:
+            asyncio.run(until_stopped(help_out(settings, task, store)))
+        return INTERRUPTED
+    with contextlib.closing(opened) as store, _observer(as_json) as show, _tracked(settings, store, show) as observe:
+        summary = asyncio.run(
+            until_stopped(_served(settings, config, lambda: serve(settings, task, store, observe, own)))
+        )
+    return INTERRUPTED if summary is None else 0
+
+
+async def _served(
+    settings: CoordinatorSettings, config: Path | None, work: Callable[[], Awaitable[dict[str, Any]]]
+) -> dict[str, Any]:
+    """Run the federation, with its page if requested; the page's further settings are in section [ui]."""
+    if settings.ui is None:
+        return await work()
+    at = parse_address(settings.ui)
+    if at.path is not None:
+        raise ConfigError(f"ui: write HOST:PORT, not {settings.ui!r}")
+    given = {"home": settings.home, "store": settings.store, "host": at.host, "port": at.port}
+    shown = resolve(UiSettings, "ui", config, given)
+    async with page(shown, settings.federation, config) as running:
+        log.info("event=page url=%s token_file=%s", running.url, settings.home / "ui-token")
+        return await work()
+
+
+@contextlib.contextmanager
+def _observer(as_json: bool) -> Iterator[Observer]:
+    """JSON lines; or events as JSON log lines; or a live line on a terminal; or a line per round."""
+    if as_json or in_json():
+
+        def tell(event: str, fields: dict[str, Any]) -> None:
+            if as_json:
+                click.echo(json.dumps({"event": event, **fields}))
+            if in_json():
+                _logged(event, fields)
+
+        yield tell
+        return
+    progress = Progress(live=sys.stderr.isatty())
+    try:
+        yield progress.observe
+    finally:
+        progress.close()
+
+
+def _logged(event: str, fields: dict[str, Any]) -> None:
+    """Log an event with the fields that the store keeps."""
+    told = happened(event, fields, fields.get("round", 0))
+    about = {"round": told.round or None, "device": told.device or None}
+    note(log, event, {name: value for name, value in about.items() if value} | told.fields)
+
+
+@contextlib.contextmanager
+def _tracked(settings: CoordinatorSettings, store: Store, show: Observer) -> Iterator[Observer]:
+    """An observer that also sends each round's figures to TensorBoard and MLflow, if configured."""
+    run = store.remember("tracked", uuid.uuid4().hex)
+    with tracking(settings.tensorboard, settings.mlflow, settings.federation, run) as track:
+
+        def observe(event: str, fields: dict[str, Any]) -> None:
+            show(event, fields)
+            if event == "round_done":
+                last = fields["history"][-1] if fields["history"] else {}
+                figures = {name: fields[name] for name in ("bytes_up", "bytes_down", "wall_s")}
+                figures |= {name: last.get(name) for name in ("accuracy", "asked", "answered")}
+                track(fields["round"], {n: float(value) for n, value in figures.items() if value is not None})
+
+        yield observe
+
+
+class Progress:
+    """Progress for people: rounds, devices, accuracy, bytes, time left."""
+
+    def __init__(self, *, live: bool) -> None:
+        self._live = live
+        self._answers = 0
+        self._told = 0
+        self._rounds: int | None = None
+        self._text = "waiting for devices"
+
+    def observe(self, event: str, fields: dict[str, Any]) -> None:
+        """Process an event and redraw."""
+        if event == "beginning":
+            self._text = "making the first model, and checking the network"
+            self._line(self._text)
+        elif event == "finished":
+            more = "start it with more --rounds to go on, or with another --home to begin anew"
+            self._line(f"finished: {fields['rounds']} rounds, {fields['bundles']} bundles installed; {more}")
+        elif event == "waiting":
+            self._text = f"round {fields['round']}: waiting until {fields['devices']} devices are there"
+            self._line(self._text)
+        elif event == "round_begun":
+            self._answers = 0
+            after = self._rounds is not None and fields["round"] > self._rounds
+            name = "after the last round" if after else f"round {fields['round']}"
+            self._text = f"{name}: {count_devices(fields['devices'])}"
+            if self._rounds is None:  # the first round of this process takes longest: devices load torch
+                self._line(self._text)
+        elif event == "answer":
+            self._answers += 1
+        elif event == "round_done":
+            self._line(self._round_line(fields))
+            self._told, self._rounds = fields["round"], fields["rounds"]
+        if self._live:
+            click.echo(f"\r\x1b[2K{self._text}, {self._answers} answers", nl=False, err=True)
+
+    def _round_line(self, summary: dict[str, Any]) -> str:
+        number, rounds = summary["round"], summary["rounds"]
+        nobody: dict[str, Any] = {"accuracy": None, "answered": 0, "asked": 0}
+        last = summary["history"][-1] if summary["history"] else nobody
+        problems = {i: Problem(**problem) for i, problem in summary["problems"].items()}
+        devices = f"answered {last['answered']} of {last['asked']}"
+        if last["answered"] < last["asked"] and (why := told(reasons_of(problems, number))):
+            devices += f" ({why})"
+        shown = "-" if last["accuracy"] is None else f"{last['accuracy']:.3f}"
+        traffic = f"{summary['bytes_up'] / 1e6:.2f} MB up, {summary['bytes_down'] / 1e6:.2f} MB down"
+        promise = summary.get("privacy")
+        if summary["done"]:
+            why = told(without_bundle_because(summary))
+            missing = f", NO BUNDLE on {why}" if why else ""
+            bundles = f"{len(summary['installed'])} bundles installed{missing}"
+            return f"{'done' if summary['installed'] else 'ended'}: {bundles}, {traffic}, {summary['wall_s']:.0f} s" + (
+                f"; privacy: {promise}" if promise else ""
+            )
+        if number == self._told:  # a method may have steps after its last round of training
+            return f"after round {number}: {devices}, {traffic}"
+        return f"round {number}/{rounds}  {devices}  validation accuracy {shown}  {traffic}{until_bundles(summary)}"
+
+    def _line(self, text: str) -> None:
+        click.echo(("\r\x1b[2K" if self._live else "") + text, err=True)
+
+    def close(self) -> None:
+        """Leave the cursor on a new line."""
+        if self._live:
+            click.echo("", err=True)
+
+
+def until_bundles(summary: Mapping[str, Any]) -> str:
+    """How long it will take until the devices have their bundles, for the line of a round; empty: nobody knows yet.
+
+    Rounds take as long as the median of the last ones. Writing the bundles takes about as long as the longest round:
+    mostly the first one, in which devices load torch, as they then load what exports a network.
+    """
+    round_s: list[float] = summary["round_s"]
+    left = max(summary["rounds"] - summary["round"], 0)
+    if len(round_s) < TIMED_ROUNDS:
+        return "" if left else "  now the bundles"
+    seconds = left * statistics.median(round_s[-LAST_ROUNDS:]) + max(round_s)
+    return f"  about {seconds:.0f} s until the bundles are there"
+
+
+class StatusSettings(Credentials, frozen=True, kw_only=True):
+    """Section [status] of the configuration."""
+
+    home: Annotated[Path | None, Heading.FOLDERS, HOME_HELP] = None
+    broker: Annotated[
+        str | None,
+        Heading.BROKER,
+        "Instead of a home, this broker is asked, as of `fedge agent`; it knows the devices only.",
+    ] = None
+    federation: Annotated[str | None, Heading.BROKER, "With --broker, this is the name of the federation."] = None
+
+
+@click.command(cls=Command)
+@settings_options(StatusSettings, "status")
+@json_option()
+def status(config: Path | None, as_json: bool, **flags: object) -> int:
+    """Show how a federation is doing: rounds, devices, accuracy, traffic, refusals.
+
+    With --home it shows what the coordinator wrote last, and how long ago; the coordinator need not be running.
+
+    Examples:
+      fedge status --home shop
+      fedge status --broker server:8883 --federation shop --ca-file ca.crt --cert-file status.crt --key-file status.key
+
+    Exit codes: 0, 2 wrong usage, no coordinator's folder or no device of such a federation, 3 the broker refuses us or
+    cannot be reached, 4 what the coordinator wrote cannot be read.
+    """
+    settings = resolve(StatusSettings, "status", config, flags)
+    match settings.home, settings.broker, settings.federation:
+        case Path() as home, None, None:
+            summary = read_summary(home)
+            try:
+                lines = _federation_lines(summary)
+            except (KeyError, TypeError, AttributeError) as error:
+                raise StoreError(f"{home / 'summary.json'} is damaged or of another version: {error!r}") from error
+        case None, str(broker), str(federation):
+            devices = asyncio.run(look(settings.at(broker), federation))
+            if not devices:
+                raise ConfigError(f"the broker at {broker} knows no device of a federation {federation!r}")
+            summary = {"federation": federation, "devices": devices}
+            lines = [
+                f"federation  {federation}, as the broker knows it now",
+                *(f"  {device}: {now}" for device, now in sorted(devices.items())),
+            ]
+        case _:
+            raise click.UsageError("give either --home, or --broker and --federation")
+    click.echo(json.dumps(summary) if as_json else "\n".join(map(printable, lines)))
+    return 0
+
+
+def _federation_lines(summary: dict[str, Any]) -> list[str]:
+    history, devices = summary["history"], summary["devices"]
+    accuracy = history[-1]["accuracy"] if history else None
+    lines = [
+        f"federation  {summary['federation']} ({summary['method']}), as it was {lasting(summary['age_s'])} ago",
+        f"rounds      {summary['round']} of {summary['rounds']}, {headline(summary)}",
+        f"accuracy    {'-' if accuracy is None else f'{accuracy:.3f}'} (validation, last cohort)",
+        f"clusters    {len(summary['clusters']) if summary['split'] else 'one global model'}",
+        f"traffic     {summary['bytes_up'] / 1e6:.2f} MB up, {summary['bytes_down'] / 1e6:.2f} MB down",
+    ]
+    if promise := summary.get("privacy"):
+        lines.append(f"privacy     {promise}")
+    last = {name: f"; the last: {text}" for name, text in summary.get("last_refused", {}).items()}
+    refused = [f"{name}, {n} times{last.get(name, '')}" for name, n in summary["refused"].items()]
+    lines += [f"refused     {text}" for text in refused or ["nothing"]]
+    lines += [f"expires     {text}" for text in summary.get("expiring", ())]
+    if second := summary.get("second"):
+        lines.append(f"second      {second['where']} came {ago(second['at'])} as this federation's coordinator")
+    problems = summary["problems"]
+    was = "was " if summary.get("ended") else ""
+    for device in sorted(set(devices) | set(summary["selection"]) | set(problems) | set(summary["quarantined"])):
+        bundle = ", bundle installed" if device in summary["installed"] else ""
+        bundle = ", NO BUNDLE" if device in summary["without_bundle"] else bundle
+        trained = summary["selection"].get(device, 0)
+        seen_at = summary["fleet"].get(device, {}).get("seen_at")
+        heard = f", heard {ago(seen_at)}" if seen_at else ""
+        presence = f"{was}{devices[device]}" if device in devices else "not seen"
+        lines.append(f"  {device}: {presence}{heard}, trained {trained} times{bundle}")
+        if device in summary["clocks"]:
+            ahead_s = summary["clocks"][device]
+            where = f"{lasting(abs(ahead_s))} {'ahead of' if ahead_s > 0 else 'behind'}"
+            lines.append(f"    its clock is {where} the coordinator's: set the wrong one")
+        if out := summary["quarantined"].get(device):
+            lines.append(f"    in quarantine until round {out['until']}; --readmit {device} ends it")
+            lines += [f"      round {e['round']}: {e['name']}, {e['detail']}" for e in out["evidence"]]
+        if device in summary["retired"]:
+            lines.append("    retired: it gets no more orders")
+        if device in problems:
+            lines.append(f"    round {problems[device]['round']}: {problems[device]['reason']}")
+    return lines
+
+
+async def look(broker: BrokerSettings, federation: str) -> dict[str, str]:
+    """Presence of each device as retained by the broker, or advice about one of an earlier version.
+
+    Raises:
+        TransportError: the broker refused us for good, or cannot be reached.
+    """
+    topics = Topics(federation)
+    signed = speaker(broker, Subject(federation, Role.STATUS, "status"), None)
+    transport = Transport(broker, topics.client_id("status", uuid.uuid4().hex))
+    await signed.follow(transport, topics)
+    async with retained(transport, topics, "status") as said:
+        pass
+    found: dict[str, str] = {}
+    for device, data in said.items():  # only when complete: revocations may come last
+        topic = topics.agent(device, "status")
+        try:
+            payload = signed.open(topic, data, Role.DEVICE, name=device)
+            found[device] = outdated(device) if is_outdated(payload) else decode(payload, Status).presence
+        except ProtocolError as error:
+            if error.name == "revoked":
+                found[device] = "revoked"
+            log.warning("event=refused name=%s topic=%s detail=%r", error.name, topic, str(error))
+    return found

@@ -1,0 +1,360 @@
+"""What a task's network does with a few samples: it predicts, trains and is built again, as on a device.
+
+Each probe yields what it finds wrong. None raises what the network raises. `coordinator.service.checks` says in which
+order.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from types import FrameType
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from coordinator.service.checks import Finding, Samples
+from export.parity import difference, leaning
+from fedge.data.task import TaskSpec
+from fedge.errors import ProtocolError
+from fedge.models.constants import constants, digest
+from fedge.models.network import dump, state
+from fedge.models.training import Network, Trainer, tensor
+from fedge.steps.sgd import Sgd
+from fedge.system.loading import FAILURES, reason_of, users_line
+from fedge.tensors.layout import Layout, Model
+
+N_ALONE: Final = 4
+"""Samples that are also asked about one by one."""
+TOLERANCE: Final = 1e-3
+"""Of a logit, relative to the largest if that is above 1."""
+RATE: Final = 1e-3
+"""Learning rate of the steps that are tried: they show what breaks, and diverge nowhere."""
+_NAMED: Final = 4
+_ENDS: Final = {
+    "SoftmaxBackward0": "softmax",
+    "LogSoftmaxBackward0": "log_softmax",
+    "SigmoidBackward0": "sigmoid",
+    "TanhBackward0": "tanh",
+    "ReluBackward0": "ReLU",
+}
+"""The last operation of a network, as torch names it for the gradient."""
+
+
+def outputs(module: nn.Module, x: Tensor, task: TaskSpec) -> Iterator[Finding]:
+    """Whether the network, in evaluation mode, turns n samples and one sample into logits."""
+    for n in dict.fromkeys((len(x), 1)):
+        try:
+            with torch.no_grad():
+                found = module(x[:n].clone())
+        except FAILURES as error:
+            yield _raises("the network", n, error)
+            return
+        if (wrong := _no_logits(found, n, task)) is not None:
+            yield wrong
+            return
+
+
+def _raises(what: str, n: int, error: BaseException) -> Finding:
+    samples = f"{n} samples" if n > 1 else "one sample alone"
+    do = "a device asks about any number of samples, also about one: compute each from its own values only"
+    return Finding(
+        f"{what} does not take {samples} ({reason_of(error)})",
+        do if n == 1 else "let forward take inputs of the task's shape, and return one tensor of logits",
+        stops=True,
+    )
+
+
+def _no_logits(found: Any, n: int, task: TaskSpec, when: str = "") -> Finding | None:
+    """What is wrong with an answer to n samples; None: nothing."""
+    shape = f"(n, {task.n_classes})"
+    if not isinstance(found, Tensor):
+        what = f"a {type(found).__name__}" if found is not None else "nothing"
+        if isinstance(found, dict):
+            what += f" with {', '.join(map(str, islice(found, _NAMED)))}"
+        elif isinstance(found, tuple | list):
+            what += f" of {len(found)}"
+        do = f"let forward return one tensor of the shape {shape}, the logits, in training and in evaluation"
+        return Finding(f"{when}the network returns {what}, no tensor", do, stops=True)
+    if found.shape != (n, task.n_classes):
+        what = f"{when}the network turns {n} sample{'s' * (n > 1)} into numbers of the shape {tuple(found.shape)}"
+        classes = f"{task.n_classes} classes ({', '.join(task.classes[:8])}{', ...' * (task.n_classes > 8)})"
+        return Finding(
+            f"{what}, and there are {classes}",
+            f"let it end with torch.nn.Linear(..., task.n_classes), so that the shape is {shape}",
+            stops=True,
+        )
+    if found.dtype is not torch.float32:
+        what = f"{when}the network returns numbers of the type {found.dtype}"
+        return Finding(what, "let forward return float32, as in logits.float()", stops=True)
+    if not (fine := found.isfinite().all(dim=1)).all():
+        what = f"{when}the network gives NaN or infinity for {int((~fine).sum())} of {n} samples"
+        return Finding(what, "look for a logarithm, a root or a quotient of what may be 0 or below", stops=True)
+    return None
+
+
+def answers(module: nn.Module, x: Tensor) -> Iterator[Finding]:
+    """Whether an answer depends on its sample alone, and asking changes nothing."""
+    before, rng = _copied(module), _generators()
+    inputs = x.clone()
+    with torch.no_grad():
+        first = module(inputs)
+        drawn = _generators() != rng
+        kept = {place: digest(value) for place, value in constants(module).items()}
+        second = module(x.clone())
+    yield from _changed_input(inputs, x)
+    if changed := _changed(before, module):
+        yield Finding(
+            f"the network changes {_some(changed)} while it predicts",
+            "change it in training only (if self.training), and in place (copy_, mul_)",
+            stops=True,
+        )
+    elif _differ(first, second):
+        yield _unsteady(drawn, [place for place, v in constants(module).items() if kept.get(place) != digest(v)])
+    else:
+        yield from _neighbours(module, x, first)
+    if (end := _last_operation(module, x)) is not None:
+        yield Finding(
+            f"the network ends in {end}, and what it returns is taken for logits",
+            "leave that step out: training and bundles apply softmax to what the network returns",
+        )
+
+
+def _unsteady(drawn: bool, changed: list[str]) -> Finding:
+    if drawn:
+        return Finding(
+            "the network answers differently each time, since it draws random numbers also in evaluation mode",
+            "use torch.nn.Dropout, or pass training=self.training; add noise only if self.training",
+            stops=True,
+        )
+    return Finding(
+        f"the network answers differently each time, since it remembers something ({_some(changed) or 'not found'})",
+        "compute each answer from its sample alone, and leave out what is kept from one call to the next",
+        stops=True,
+    )
+
+
+def _neighbours(module: nn.Module, x: Tensor, together: Tensor) -> Iterator[Finding]:
+    alone = np.concatenate([_eval(module, x[k : k + 1]) for k in range(min(len(x), N_ALONE))])
+
+    def wanted(lean: float) -> NDArray[np.floating]:
+        with leaning(module, lean):
+            return (_eval(module, x) if lean else together.numpy())[: len(alone)]
+
+    if not (far := difference(alone, wanted)) <= tolerance(together.numpy()):
+        yield Finding(
+            "the answer to a sample depends on the others in its batch: alone and among others it differs by up to "
+            f"{far:.3g}",
+            "compute nothing over the first axis, such as x.mean(0) or x.max(); give BatchNorm its running statistics, "
+            "and recurrent and attention layers batch_first=True",
+            stops=True,
+        )
+
+
+def tolerance(logits: NDArray[np.floating]) -> float:
+    """How far two computations of these logits may differ."""
+    return TOLERANCE * max(1.0, float(np.abs(logits).max(initial=0)))
+
+
+def _last_operation(module: nn.Module, x: Tensor) -> str | None:
+    with torch.enable_grad():
+        end = module(x.clone()).grad_fn
+    return None if end is None else _ENDS.get(end.name())
+
+
+def training(network: Network, samples: Samples, untrained: nn.Module) -> Iterator[Finding]:
+    """Whether a network can learn, by steps as on a device: with n samples, and with one.
+
+    `untrained`: another build with the same weights, which are finite. The network's own are changed.
+    """
+    module, x = network.module, tensor(samples.x)
+    before, start, inputs = dict(state(module)), network.dump(), x.clone()
+    kept = {place: digest(value) for place, value in constants(module).items()}
+    try:
+        found = module.train()(inputs)
+    except FAILURES as error:
+        yield _raises("in training mode the network", len(x), error)
+        return
+    if (wrong := _no_logits(found, len(x), network.task, "in training mode ")) is not None:
+        yield wrong
+        return
+    yield from _changed_input(inputs, x)
+    if replaced := [name for name, own in state(module) if own is not before.get(name)]:
+        yield Finding(
+            f"in training mode the network puts another tensor in the place of {_some(replaced)}",
+            "write into it instead, as in self.mean.copy_(...)",
+            stops=True,
+        )
+        return
+    weights = network.weights.clone()
+    if (reason := _steps(network, samples)) is not None:
+        yield reason
+    elif torch.equal(weights, network.weights):
+        yield Finding("a step of training changes no weight", "let the output depend on the weights", stops=True)
+    elif hidden := [place for place, value in constants(module).items() if _learns_unseen(value)]:
+        yield _unregistered(
+            f"no order trains {_some(hidden)}, since no state dict has it, though a gradient reaches it"
+        )
+    elif _differ_from(untrained, network, start, x):
+        changed = [place for place, value in constants(module).items() if kept.get(place) != digest(value)]
+        yield _unregistered(f"training changes {_some(changed) or 'something'}, which no state dict has")
+    elif (reason := _steps(network, Samples(samples.x[:1], samples.y[:1]))) is not None:
+        yield Finding(
+            f"a device with one sample only cannot train ({reason.what})",
+            "give each device at least two samples, or normalise without the batch: GroupNorm, LayerNorm",
+        )
+
+
+def _differ_from(module: nn.Module, network: Network, model: Model, x: Tensor) -> bool:
+    """Whether a network answers otherwise than `module` does, once it has the weights of `model`, as that has."""
+    network.load(model)
+    return _differ(*(torch.from_numpy(_eval(each, x)) for each in (module, network.module)))
+
+
+def _steps(network: Network, samples: Samples) -> Finding | None:
+    """What is wrong after two steps on these samples; None: nothing."""
+    sgd = Sgd(batch_size=len(samples.y), learning_rate=RATE, momentum=0.0)
+    try:
+        Trainer(network, samples.x, samples.y, sgd, np.random.default_rng(0)).run(2)
+    except FAILURES as error:
+        return _fails(error)
+    if bool(network.weights.isfinite().all()):
+        return None
+    what = "after a step of training weights are NaN or infinite"
+    do = "look for numbers that are too large, and for a root, a logarithm or a deviation with no gradient at 0"
+    return Finding(what, do, stops=True)
+
+
+def _fails(error: BaseException) -> Finding:
+    text = str(error)
+    if "does not require grad" in text:
+        what = "training fails, since no gradient reaches a weight"
+        do = "leave out detach(), no_grad() and argmax() between the weights and the output"
+    elif "modified by an inplace operation" in text:
+        what = "training fails, since a value that its gradient needs is changed in place"
+        do = "write y = y * 2 instead of y *= 2, y.mul_(2) or y[:, 0] = ..., and relu(y) instead of y.relu_()"
+    elif "backward through the graph a second time" in text:
+        what = "training fails at the second batch, since the network keeps a value of the first"
+        do = "keep none, or only its detach()"
+    else:
+        what, do = (
+            f"training fails ({reason_of(error)})",
+            "let it pass forward, cross-entropy and backward in torch first",
+        )
+    return Finding(what, do, stops=True)
+
+
+def _learns_unseen(value: Any) -> bool:
+    return isinstance(value, nn.Parameter) and value.grad is not None
+
+
+def _unregistered(what: str) -> Finding:
+    return Finding(
+        what,
+        "let torch know it: layers in torch.nn.ModuleList or ModuleDict, weights as torch.nn.Parameter, other tensors "
+        "by register_buffer, persistent",
+        stops=True,
+    )
+
+
+def built_again(module: nn.Module, network: Network, x: Tensor, layout: Layout) -> Iterator[Finding]:
+    """Whether two builds with other random numbers, `module` and `network`, are the same network with equal weights."""
+    try:
+        answers_differ = _differ_from(module, network, dump(module, layout), x)
+    except ProtocolError:
+        yield Finding(
+            "each build of the network has other tensors",
+            "build it without random sizes: every machine builds it for itself",
+            stops=True,
+        )
+        return
+    if not answers_differ:
+        return
+    one, two = constants(module), constants(network.module)
+    other = [place for place in one | two if digest(one.get(place)) != digest(two.get(place))]
+    tensors = [place for place in other if isinstance(one.get(place), Tensor | np.ndarray)]
+    what = "each build of the network answers differently with the same weights"
+    yield _unregistered(f"{what}, since no state dict has {_some(tensors or other) or 'all that it computes with'}")
+
+
+def _changed_input(inputs: Tensor, x: Tensor) -> Iterator[Finding]:
+    if not torch.equal(inputs, x):
+        yield Finding(
+            "the network changes its input in place, so a device would ask about other samples than it has",
+            "write x = x - 0.1 instead of x -= 0.1 or x.sub_(0.1), and relu(x) instead of x.relu_()",
+            stops=True,
+        )
+
+
+def _copied(module: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
+    return {name: (own, own.detach().clone()) for name, own in state(module)}
+
+
+def _changed(before: dict[str, tuple[Tensor, Tensor]], module: nn.Module) -> list[str]:
+    """The tensors of a network's state that are others now, or hold other numbers."""
+    now = dict(state(module))
+    return [name for name, (own, copy) in before.items() if now.get(name) is not own or not torch.equal(own, copy)]
+
+
+def _generators() -> object:
+    """The state of all random numbers that a network may draw."""
+    return torch.get_rng_state().numpy().tobytes(), repr(np.random.get_state()), random.getstate()  # noqa: NPY002
+
+
+def _eval(module: nn.Module, x: Tensor) -> NDArray[np.float32]:
+    with torch.no_grad():
+        found: NDArray[np.float32] = module(x.clone()).numpy()
+    return found
+
+
+def _differ(one: Tensor, two: Tensor) -> bool:
+    return not torch.allclose(one, two, rtol=1e-5, atol=1e-6)
+
+
+def _some(places: Sequence[str]) -> str:
+    return ", ".join(places[:_NAMED]) + f" and {len(places) - _NAMED} more" * (len(places) > _NAMED)
+
+
+class _Scalars(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the user's lines that turn a tensor's value into a Python number or condition."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.lines: dict[str, None] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket is torch.ops.aten._local_scalar_dense:  # noqa: SLF001 - what item, bool and float call
+            frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - to tell the user's line
+            while frame is not None:
+                if place := users_line(frame, frame.f_lineno):
+                    self.lines[place] = None
+                    break
+                frame = frame.f_back
+        return func(*args, **(kwargs or {}))
+
+
+def decisions(module: nn.Module, x: Tensor) -> list[str]:
+    """Lines of the user's code at which the network turns values into Python numbers, which no graph can hold."""
+    with _Scalars() as seen, torch.no_grad():
+        module(x.clone())
+    return list(seen.lines)
+
+
+def variations(module: nn.Module, x: Tensor) -> Iterator[Tensor]:
+    """Other inputs that the network can be asked about: those at which a condition on values goes another way."""
+    for inputs in (-x, torch.zeros_like(x), 100 * x, -100 * x):
+        try:
+            if np.isfinite(_eval(module, inputs)).all():
+                yield inputs
+        except FAILURES:  # such as the numbers of tokens that there are not
+            continue

@@ -1,0 +1,173 @@
+"""A round done twice, to see what a method promises: equal orders and an equal state, whenever it runs again.
+
+A coordinator that was killed loads the last state and runs the round again: with a new object of the method, and with
+the answers that are there. A simulation does so in its first rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from coordinator.fleet.fleet import Answer, Fleet, Seen
+from coordinator.methods.method import Method, S, dump, load
+from fedge.errors import ConfigError, ProtocolError
+from fedge.steps.contract import Action
+
+PROVEN: Final = 2
+"""Rounds that a simulation does twice: what a method remembers beside its state shows in the second."""
+OURS: Final = "coordinator."
+"""Begins the module of a method that is proven by its tests instead."""
+
+
+class Recorded(Fleet):
+    """A fleet whose answers are recorded. `asked`: by label and device, in order; `answers`: likewise.
+
+    Raises:
+        ConfigError: a label has two streams.
+    """
+
+    def __init__(self, fleet: Fleet, method: str) -> None:
+        super().__init__(fleet)
+        self._method = method
+        self.asked: dict[tuple[str, str], Action] = {}
+        self.answers: dict[str, dict[str, Answer]] = {}
+        self.streamed: dict[str, list[Answer]] = {}
+        self.were_busy: list[frozenset[str]] = []
+
+    def _note(self, label: str, actions: Mapping[str, Action]) -> None:
+        self.asked |= {(label, i): action for i, action in actions.items()}
+
+    async def run(self, label: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
+        """As the fleet's."""
+        self._note(label, actions)
+        answers = await self._fleet.run(label, actions)
+        self.answers.setdefault(label, {}).update(answers)
+        return answers
+
+    async def stream(
+        self, label: str, actions: Mapping[str, Action], seen: Sequence[Seen] = ()
+    ) -> AsyncIterator[Answer]:
+        """As the fleet's."""
+        if label in self.streamed:
+            text = "two streams of a round have the label {!r}, so that their orders and answers cannot be told apart"
+            raise ConfigError(f"{self._method}: {text.format(label)}: number the labels")
+        self._note(label, actions)
+        told = self.streamed[label] = []
+        async for answer in self._fleet.stream(label, actions, seen):
+            told.append(answer)
+            yield answer
+
+    def busy(self) -> frozenset[str]:
+        """As the fleet's."""
+        self.were_busy.append(self._fleet.busy())
+        return self.were_busy[-1]
+
+
+class Repeated(Recorded):
+    """The fleet of a round that runs again: what was asked before is answered as before, and nobody works.
+
+    Raises:
+        ConfigError: something else is asked.
+    """
+
+    def __init__(self, first: Recorded, method: str) -> None:
+        super().__init__(first, method)
+        self._first = first
+
+    def _note(self, label: str, actions: Mapping[str, Action]) -> None:
+        super()._note(label, actions)
+        for i, action in actions.items():
+            if self._first.asked.get((label, i)) != action:
+                raise differs(self._method, f"it asks {i} for something else under the label {label!r}")
+
+    async def run(self, label: str, actions: Mapping[str, Action]) -> dict[str, Answer]:
+        """The answers of the first time."""
+        self._note(label, actions)
+        return {i: answer for i, answer in self._first.answers.get(label, {}).items() if i in actions}
+
+    async def stream(
+        self, label: str, actions: Mapping[str, Action], seen: Sequence[Seen] = ()
+    ) -> AsyncIterator[Answer]:
+        """The answers of the first time, in that order."""
+        del seen
+        self._note(label, actions)
+        for answer in self._first.streamed.get(label, []):
+            yield answer
+
+    def busy(self) -> frozenset[str]:
+        """As it was the first time."""
+        if not self._first.were_busy:
+            raise differs(self._method, "it asks which devices are busy, which it did not before")
+        number = len(self.were_busy)
+        self.were_busy.append(self._first.were_busy[min(number, len(self._first.were_busy) - 1)])
+        return self.were_busy[-1]
+
+    def accuse(self, device_id: str, error: ProtocolError) -> None:
+        """Nobody twice."""
+
+    def note(self, event: str, fields: Mapping[str, object]) -> None:
+        """Nothing twice."""
+
+
+def differs(method: str, what: str) -> ConfigError:
+    """The error about a round that is not the same when it runs again."""
+    return ConfigError(
+        f"{method}: if a round runs again from the same state, as after a crash, {what}: take random numbers from "
+        "round_rng(self.settings, r) alone, no time, and keep in the state what a later round needs, not on self"
+    )
+
+
+async def proven(method: Method[S], state: S, fleet: Fleet) -> S:
+    """Do the next round, and do it again from the stored state, by another object of the method.
+
+    Raises:
+        ConfigError: the state cannot be stored, was changed, or the round was another one.
+    """
+    stored = dump(state)
+    first = Recorded(fleet, method.name)
+    new = await method.advance(state, first)
+    if dump(state) != stored:
+        raise ConfigError(
+            f"{method.name}: a round changed the state that it was given: leave that as it is, and make the new one "
+            "with round_done(state, ..., name=value)"
+        )
+    again = Repeated(first, method.name)
+    other = await type(method)(method.settings, method.server).advance(reloaded(state), again)
+    if left := first.asked.keys() - again.asked.keys():
+        label, device = min(left)
+        raise differs(method.name, f"it does not ask {device} under the label {label!r} any more")
+    if dump(other) != dump(new):
+        own = (f for f in new.__struct_fields__ if _bytes(getattr(new, f)) != _bytes(getattr(other, f)))
+        raise differs(method.name, f"it ends in another {next(own, 'state')}")
+    return new
+
+
+def reloaded(state: S) -> S:
+    """The state as a coordinator that is started again would load it.
+
+    Raises:
+        ConfigError: it cannot be stored, or not read back as it was.
+    """
+    data = dump(state)
+    try:
+        found = load(data, type(state))
+    except (msgspec.DecodeError, TypeError, ValueError, NotImplementedError) as error:
+        raise ConfigError(
+            f"a coordinator that is started again cannot read the state of the method: {error}; let the fields of "
+            f"{type(state).__name__} have the types that they are given"
+        ) from error
+    if dump(found) != data:
+        raise ConfigError("the state of the method is another one when it is stored and read again")
+    return found
+
+
+def _bytes(value: Any) -> bytes:
+    return msgspec.msgpack.encode(value, enc_hook=lambda array: array.tobytes(), order="deterministic")
+
+
+def is_ours(kind: type[Method[Any]]) -> bool:
+    """Whether a method is one of fedge's, whose promises its tests have proven."""
+    return kind.__module__.startswith(OURS)

@@ -1,0 +1,116 @@
+"""Counts the samples of each device by class, and finds what looks wrong with them."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from difflib import SequenceMatcher
+from itertools import combinations
+from pathlib import Path, PurePosixPath
+from typing import Any, Final
+
+import numpy as np
+
+from coordinator.service.checks import Finding
+from fedge.data import images
+from fedge.data.task import TaskSpec
+
+FEW: Final = 20
+"""With fewer samples of a device its validation, a fifth, tells hardly anything."""
+SIMILAR: Final = 0.8
+"""Names at least so similar (`difflib`, 0..1) may be one name and a typo of it."""
+RARE: Final = 4
+"""A typo has at most this fraction of the right name's samples, 1/4, unless no device has both."""
+MOST_NAMES: Final = 200
+"""Of more classes the names are not compared: 20,000 pairs take a second."""
+PARTS: Final = frozenset({"train", "test", "val"})
+"""Folders above class folders that are no devices."""
+
+Counts = Mapping[str, Mapping[str, int]]
+"""Samples by device and class; device "": not told apart."""
+
+
+def by_class(task: TaskSpec, y: np.ndarray[Any, Any]) -> dict[str, int]:
+    """The number of labels y (n,) of each class of the task."""
+    return dict(zip(task.classes, np.bincount(y, minlength=task.n_classes).tolist(), strict=True))
+
+
+def in_folder(source: Path) -> dict[str, dict[str, int]]:
+    """The images of a folder or .zip by device, the folders above the class folder, and class.
+
+    Raises:
+        ConfigError: as `images.names`.
+    """
+    found: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for name in map(PurePosixPath, images.names(source)):
+        device = "/".join(part for part in name.parts[:-2] if part not in PARTS)
+        found[device][name.parent.name] += 1
+    return {device: dict(sorted(counts.items())) for device, counts in sorted(found.items())}
+
+
+def empty_folders(sources: Iterable[Path]) -> Iterator[Finding]:
+    """Folders without images and without folders in them; hidden ones do not count."""
+    folders = (path for source in sources if source.is_dir() for path in source.rglob("*") if path.is_dir())
+    if empty := [str(path) for path in sorted(folders) if not path.name.startswith(".") and _is_empty(path)]:
+        yield Finding(f"no image is in {_some(empty)}", "put images there, or delete the folder")
+
+
+def _is_empty(folder: Path) -> bool:
+    try:
+        return not any(each.is_dir() or each.suffix.lower() in images.SUFFIXES for each in folder.iterdir())
+    except PermissionError:  # such as lost+found, of a disk of its own
+        return False
+
+
+def without_samples(counts: Counts) -> Iterator[Finding]:
+    """The classes of which no device has a sample."""
+    total = _total(counts)
+    if missing := [name for name in total if not total[name]]:
+        yield Finding(
+            f"no sample is of {_some(missing)}", "nobody can learn them: add samples, or leave the classes out"
+        )
+
+
+def oddities(counts: Counts) -> Iterator[Finding]:
+    """Classes without samples, devices with few, and class names that look like a typo of another."""
+    yield from without_samples(counts)
+    n_samples = {device: sum(of_device.values()) for device, of_device in counts.items()}
+    if few := [f"{device or 'all together'} has {n}" for device, n in n_samples.items() if n < FEW]:
+        do = f"a device needs at least {FEW} samples, better 50: a fifth is held out to validate"
+        yield Finding(f"few samples: {_some(few)}", do)
+    total = _total(counts)
+    names = sorted(name for name in total if total[name])
+    for pair in combinations(names if len(names) <= MOST_NAMES else (), 2):
+        rare, common = sorted(pair, key=lambda name: total[name])
+        apart = not any(of_device.get(rare) and of_device.get(common) for of_device in counts.values())
+        if _same(rare, common) or (_similar(rare, common) and (apart or total[rare] * RARE <= total[common])):
+            what = f"class {rare} ({total[rare]} samples) looks like a typo of {common} ({total[common]})"
+            yield Finding(what, f"if they are one class, rename {rare} to {common} wherever it occurs")
+
+
+def _total(counts: Counts) -> dict[str, int]:
+    names = dict.fromkeys(name for of_device in counts.values() for name in of_device)
+    return {name: sum(of_device.get(name, 0) for of_device in counts.values()) for name in names}
+
+
+def _same(one: str, other: str) -> bool:
+    """Whether two names differ only in case, spaces and punctuation."""
+    return "".join(filter(str.isalnum, one.casefold())) == "".join(filter(str.isalnum, other.casefold())) != ""
+
+
+def _similar(one: str, other: str) -> bool:
+    """Whether two names are nearly equal, and differ in more than a number."""
+    letters = [[c for c in name if not c.isdigit()] for name in (one, other)]
+    return letters[0] != letters[1] and SequenceMatcher(None, one, other).ratio() >= SIMILAR
+
+
+def lines(counts: Counts) -> Iterator[str]:
+    """A line per device: its samples, and how many of each class."""
+    width = max(map(len, counts), default=0)
+    for device, of_device in counts.items():
+        told = [f"{name} {n}" for name, n in of_device.items() if n]
+        yield f"{device.ljust(width)}  {sum(of_device.values())}: {_some(told)}".strip()
+
+
+def _some(words: Sequence[str], most: int = 12) -> str:
+    return ", ".join(words[:most]) + f", and {len(words) - most} more" * (len(words) > most)

@@ -1,0 +1,142 @@
+"""`fedge check`: finds problems with a task and a network before anything is started."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Final
+
+import click
+import msgspec
+from msgspec import Meta, Struct
+
+from coordinator.methods.options import method_and_options, method_options, resolve_options
+from coordinator.service import samples
+from coordinator.service.checks import Examined, Samples, a_few, examine, few_of, made_up, without_profile
+from fedge.data.task import TaskSpec
+from fedge.errors import ConfigError
+from fedge.models.weights import Adapt, Allow, ModelName, TaskName, Weights, with_network
+from fedge.settings import CODE, resolve, settings_options
+from fedge.system.help import Command, Heading, json_option
+from fedge.system.text import printable
+
+MANY: Final = 2000
+"""Images of a folder that are read; of other data all."""
+
+
+class CheckSettings(Struct, frozen=True, kw_only=True):
+    """Section [check] of the configuration."""
+
+    task: TaskName
+    data: Annotated[Path | None, Heading.TASK, "These are samples, as a simulation or a device would read them."] = None
+    model: ModelName = None
+    weights: Weights = None
+    adapt: Adapt = None
+    method: Annotated[
+        str,
+        CODE,
+        Heading.METHOD,
+        "The method is one of `fedge methods`; some ask more of a network than others.",
+    ] = "fedge"
+    ram_gb: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        Heading.LOAD,
+        "This much memory is free on your devices; by default usual boards are compared.",
+    ] = None
+    allow: Allow = ""
+
+
+@click.command(cls=Command)
+@settings_options(CheckSettings, "check")
+@method_options
+@click.argument("devices", nargs=-1, type=click.Path(path_type=Path))
+@json_option()
+def check(
+    config: Path | None, options: tuple[str, ...], devices: tuple[Path, ...], as_json: bool, **flags: object
+) -> int:
+    """Find out what would not work with a task and a network, before anything is started.
+
+    The command builds the network, asks it about a few samples, trains it on them and exports it as devices do. It says
+    how much memory a device needs to train, and for each problem what to do. `simulate`, `compare` and `coordinator` do
+    the same before they begin.
+
+    With --data the command also reads and counts samples. DEVICES are further sources, each what one device would read;
+    folders of images above the class folders count as devices. Without either, inputs are made up. Remarks are about a
+    last softmax, devices with few samples, empty class folders and class names with a typo. A method of your own is run
+    on four devices, over all that methods promise (docs/extending.md).
+
+    Examples:
+      fedge check --task my_task:MyTask --data samples/all.npz --model my_task:network
+      fedge check --task engines.toml --data all.csv --method fedepc
+      fedge check --task engines.toml cam1.csv cam2.csv cam3.csv
+      fedge check --task image-folder --data photos --model resnet-18 --ram-gb 0.5
+      fedge check --task digits --method my_methods.median:FedMedian
+
+    Exit codes: 0 it works, perhaps with a remark, 2 wrong usage, or it would not work.
+    """
+    settings = resolve(CheckSettings, "check", config, flags)
+    name, own = method_and_options(settings.method)
+    chosen = resolve_options(config, options) | own
+    lacking = without_profile(name, chosen)
+    from coordinator.simulation.rehearsal import rehearse
+    from fedge.models.network import initial
+    from fedge.tasks import task_spec
+
+    task = task_spec(settings.task, settings.data, allow=settings.allow.split(","))
+    task = with_network(task, settings.model, settings.weights, settings.adapt)
+
+    def tell(step: str) -> None:
+        click.echo(step, err=True)
+
+    if settings.data is not None or devices:
+        tell("read the samples")
+    few, n_read, counts = _samples(settings, task, devices)
+    layout, _ = initial(task, 0)
+    examined = examine(task, layout, lacking, settings.ram_gb, few, tell)
+    learns = not any(finding.stops for finding in examined.findings)
+    rehearsed = rehearse(name, chosen, task, layout, few or made_up(task)) if learns else []
+    folders = [path for path in (settings.data, *devices) if path is not None]
+    remarks = (*rehearsed, *samples.oddities(counts), *samples.empty_folders(folders))
+    examined = msgspec.structs.replace(examined, findings=examined.findings + remarks)
+    if as_json:
+        click.echo(msgspec.json.encode(msgspec.structs.asdict(examined) | {"samples": counts}).decode())
+    else:
+        click.echo("\n".join(map(printable, _lines(task, examined, n_read, counts))))
+    return ConfigError.exit_code if any(finding.stops for finding in examined.findings) else 0
+
+
+def _samples(
+    settings: CheckSettings, task: TaskSpec, devices: tuple[Path, ...]
+) -> tuple[Samples | None, int, samples.Counts]:
+    """A few samples, the number of those that were read, and all by device and class.
+
+    Raises:
+        ConfigError: they cannot be read, or do not fit the task.
+    """
+    from fedge.tasks import device_data, pool
+
+    if settings.data is not None and settings.task.endswith(".json"):
+        devices = devices or (settings.data,)
+    if devices:
+        each = {str(at): device_data(task, at, seed=0).labelled for at in devices}
+        counts = {at: samples.by_class(task, y) for at, (_, y) in each.items()}
+        return a_few(each.values()), sum(len(y) for _, y in each.values()), counts
+    if settings.data is None and settings.task != "digits":
+        return None, 0, {}
+    of_images = settings.task == "image-folder"
+    read = pool(settings.task, settings.data, limit=MANY if of_images else None)
+    in_all = {"": samples.by_class(task, read.y)}
+    if of_images and settings.data is not None:
+        in_all = samples.in_folder(settings.data)
+    return few_of(read, task), len(read.y), in_all
+
+
+def _lines(task: TaskSpec, examined: Examined, n_read: int, counts: samples.Counts) -> Iterator[str]:
+    yield f"task      {task.name}, inputs {task.input_shape}, {task.n_classes} classes"
+    yield f"network   {task.model}, {examined.parameters:,} trained weights, {examined.size_bytes / 1e6:.2f} MB whole"
+    yield f"memory    about {examined.ram_gb:.2f} GB on a device that trains"
+    yield f"samples   {n_read or 'none'} read"
+    yield from (f"          {line}" for line in samples.lines(counts))
+    for finding in examined.findings:
+        yield f"{'WRONG' if finding.stops else 'remark'}    {finding.what}"
+        yield f"          {finding.do}"

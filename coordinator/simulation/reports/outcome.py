@@ -1,0 +1,256 @@
+"""The results of a simulated run: the figures of its JSON file, and how they are computed."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import io
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from fedge.errors import ConfigError
+from fedge.system.text import printable
+
+Ints = NDArray[np.integer]
+
+
+class Score(Struct, frozen=True, kw_only=True):
+    """Scores of one model on n samples."""
+
+    n: int
+    accuracy: float
+    macro_f1: float
+    weighted_f1: float
+
+
+class DeviceOutcome(Struct, frozen=True, kw_only=True):
+    """One device at the end. `bundle`: whether it installed one; without, `score` is of the model it is served.
+
+    `problem`: why it has no bundle. `release`: the bundle's folder under bundles/; None: there is none, or it is
+    unknown. `late_joiner`: it came when training was over. `private_weight`: of the private model in the bundle, mean
+    over the test samples; None: there is none, or it is unknown.
+    """
+
+    id: str
+    group: int
+    n_train: int
+    score: Score
+    trained: int
+    bundle: bool
+    release: str | None = None
+    late_joiner: bool = False
+    private_weight: float | None = None
+    problem: str = ""
+
+
+class Point(Struct, frozen=True, kw_only=True):
+    """A point of the learning curve: the devices' present accuracy, and its cost so far.
+
+    `accuracy`: mean over the devices, each on its own test samples. `global_accuracy`: as in `RunOutcome`.
+    """
+
+    round: int
+    accuracy: float
+    global_accuracy: float | None = None
+    bytes_up: int
+    bytes_down: int
+    seconds: float
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """The known figures, by name."""
+        found = {name: getattr(self, name) for name in self.__struct_fields__ if name != "round"}
+        return {name: float(value) for name, value in found.items() if value is not None}
+
+
+class Cost(Struct, frozen=True, kw_only=True):
+    """The cost of reaching an accuracy: rounds, bytes up and down together, simulated seconds."""
+
+    round: int
+    bytes: int
+    seconds: float
+
+
+class RunOutcome(Struct, frozen=True, kw_only=True):
+    """A method on one seed. Accuracies are shares in [0, 1] on test samples that no choice has seen.
+
+    `accuracy` and what follows to `weighted_f1`: over the devices, each on test samples of its own distribution, by its
+    bundle in ONNX Runtime. `cold_start`: the same accuracy over the late joiners, whom all other figures leave out.
+    `global_accuracy`: mean over the devices of the model that each is served, on the global test set. `max_abs_diff`:
+    largest difference of a probability between torch and ONNX Runtime. `details`: numbers of the method's own summary,
+    such as the silhouette of its clusters. `validation`: accuracy by round that the devices reported of the model they
+    received, on validation samples. `evaluation_s`: the part of `wall_s` spent on measuring. `draws` of the
+    partition, and samples `moved` after the last, until each device had enough; None: unknown.
+    """
+
+    method: str
+    seed: int
+    accuracy: float
+    std: float
+    minimum: float
+    percentile_10: float
+    worst_decile: float
+    sample_accuracy: float
+    macro_f1: float
+    weighted_f1: float
+    global_accuracy: float | None
+    rounds: int
+    bytes_up: int
+    bytes_down: int
+    seconds: float
+    bundles: int
+    max_abs_diff: float
+    split: bool
+    clusters: dict[str, tuple[str, ...]]
+    curve: tuple[Point, ...]
+    devices: tuple[DeviceOutcome, ...]
+    wall_s: float
+    evaluation_s: float
+    details: dict[str, float] = {}
+    validation: dict[int, float] = {}
+    cold_start: float | None = None
+    draws: int | None = None
+    moved: int | None = None
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row per device with its data and scores, for the CSV file and `to_pandas`."""
+        return [
+            {
+                "device": device.id,
+                "group": device.group,
+                "n_train": device.n_train,
+                "n_test": device.score.n,
+                "trained": device.trained,
+                "bundle": device.bundle,
+                "late_joiner": device.late_joiner,
+                "accuracy": device.score.accuracy,
+                "macro_f1": device.score.macro_f1,
+                "weighted_f1": device.score.weighted_f1,
+            }
+            for device in self.devices
+        ]
+
+    def to_pandas(self) -> Any:
+        """The `rows` as a `pandas.DataFrame`.
+
+        Raises:
+            ConfigError: pandas is not installed.
+        """
+        return data_frame(self.rows())
+
+    def plot(self, axes: Any = None) -> Any:
+        """Draw accuracy by round on matplotlib axes (default: new ones) and return them."""
+        from coordinator.simulation.reports.plots import draw_by_round
+
+        return draw_by_round([self], axes)
+
+
+def without_bundle(devices: Iterable[DeviceOutcome]) -> dict[str, str]:
+    """The devices without a bundle, by id, and why."""
+    return {device.id: device.problem for device in devices if not device.bundle}
+
+
+SPENT: Final = "epsilon spent"
+"""Begins the name of a detail: what differential privacy has spent of a device's samples at most."""
+COMPUTED: Final = ("=", "+", "-", "@")
+"""Beginnings of cells that spreadsheets take for formulas."""
+
+
+def data_frame(rows: list[dict[str, Any]]) -> Any:
+    """A `pandas.DataFrame` of the rows.
+
+    Raises:
+        ConfigError: pandas is not installed.
+    """
+    try:
+        pandas = importlib.import_module("pandas")
+    except ModuleNotFoundError as error:
+        raise ConfigError("to_pandas needs pandas, which fedge does not bring: pip install pandas") from error
+    return pandas.DataFrame(rows)
+
+
+def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows as comma-separated values with a header.
+
+    A text that a spreadsheet would compute, such as the name of a class or device, gets an apostrophe before it;
+    control characters are escaped.
+    """
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(map(_inert, rows[0]))
+    writer.writerows(map(_inert, row.values()) for row in rows)
+    return text.getvalue()
+
+
+def _inert(cell: object) -> object:
+    if not isinstance(cell, str):
+        return cell
+    return ("'" if cell.startswith(COMPUTED) else "") + printable(cell)
+
+
+def score(predicted: Ints, y: Ints) -> Score:
+    """Accuracy and F1 of predicted classes (n,) against labels (n,), n >= 1.
+
+    F1_c = 2TP / (2TP + FP + FN) over the classes that are among the labels or the predictions; macro: their mean;
+    weighted: by how often a class is among the labels. Source: scmoe_pfl.md section 13.
+    """
+    classes = np.union1d(predicted, y)
+    hits = np.array([np.count_nonzero((predicted == c) & (y == c)) for c in classes])
+    true, said = (np.array([np.count_nonzero(z == c) for c in classes]) for z in (y, predicted))
+    f1 = 2 * hits / (true + said)  # 2TP + FP + FN = true + said
+    return Score(
+        n=len(y),
+        accuracy=float(np.mean(predicted == y)),
+        macro_f1=float(f1.mean()),
+        weighted_f1=float((f1 * true).sum() / true.sum()),
+    )
+
+
+def sample_accuracy(scores: Sequence[Score]) -> float:
+    """Share of right predictions among the samples of all devices (pm_moe.md, Eq. 31)."""
+    return float(np.average([score.accuracy for score in scores], weights=[score.n for score in scores]))
+
+
+def outcome_of(everybody: Sequence[DeviceOutcome], **known: Any) -> RunOutcome:
+    """A run's figures over its devices; `known`: its other fields."""
+    devices = [device for device in everybody if not device.late_joiner]
+    accuracies = [device.score.accuracy for device in devices]
+    cold = [device.score.accuracy for device in everybody if device.late_joiner]
+    return RunOutcome(
+        accuracy=float(np.mean(accuracies)),
+        std=float(np.std(accuracies)),
+        minimum=min(accuracies),
+        percentile_10=float(np.percentile(accuracies, 10)),
+        worst_decile=worst_decile(accuracies),
+        sample_accuracy=sample_accuracy([device.score for device in devices]),
+        macro_f1=float(np.mean([device.score.macro_f1 for device in devices])),
+        weighted_f1=float(np.mean([device.score.weighted_f1 for device in devices])),
+        bundles=sum(device.bundle for device in everybody),
+        devices=tuple(everybody),
+        cold_start=float(np.mean(cold)) if cold else None,
+        **known,
+    )
+
+
+def worst_decile(accuracies: Sequence[float]) -> float:
+    """Mean of the lowest tenth of the devices, rounded up: at least one device."""
+    lowest = sorted(accuracies)[: math.ceil(len(accuracies) / 10)]
+    return float(np.mean(lowest))
+
+
+def cost_of(curve: Sequence[Point], target: float) -> Cost | None:
+    """The cost of the first point of a curve that reaches an accuracy; None if none does."""
+    point = next((point for point in curve if point.accuracy >= target), None)
+    if point is None:
+        return None
+    return Cost(round=point.round, bytes=point.bytes_up + point.bytes_down, seconds=point.seconds)
+
+
+def megabytes(size_bytes: float) -> str:
+    """Bytes for people, in units of 10^6."""
+    return f"{size_bytes / 1e6:.1f} MB"

@@ -1,0 +1,231 @@
+"""The plots of all reports, as SVG inside a page, in the page's light and dark colours.
+
+Matplotlib draws with placeholder colours, which are then replaced by CSS variables of the page.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.resources import files
+from typing import Any, Final
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from coordinator.simulation.compare import Demonstration
+from coordinator.simulation.reports.outcome import Point, RunOutcome
+
+WIDTH_INCHES = 5.4  # 390 points: text keeps its size on a phone
+N_COLOURS = 8
+INK, FAINT, SURFACE = "#010203", "#020304", "#030405"
+CLUSTERS = tuple(f"#04050{i}" for i in range(N_COLOURS))
+VARIABLES = {INK: "--ink", FAINT: "--faint", SURFACE: "--surface"} | {
+    colour: f"--cluster-{i}" for i, colour in enumerate(CLUSTERS)
+}
+LINES = ("-", "--", ":")
+"""Line styles of methods: the next one when all colours are used."""
+AXES: Final[Mapping[str, Callable[[Point], float]]] = {
+    "round": lambda point: point.round,
+    "MB up and down": lambda point: (point.bytes_up + point.bytes_down) / 1e6,
+    "simulated seconds": lambda point: point.seconds,
+}
+"""Accuracy is drawn against rounds of training, traffic, and the simulated clock."""
+STYLE: Any = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "fedge",
+    "font.family": "sans-serif",
+    "font.size": 9,
+    "text.color": INK,
+    "axes.edgecolor": FAINT,
+    "axes.labelcolor": INK,
+    "axes.facecolor": "none",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": FAINT,
+    "grid.linewidth": 0.6,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+}
+
+
+def curves(runs: Sequence[RunOutcome], label: str = "round") -> str:
+    """Accuracy against one of `AXES`."""
+    with figure(3.4) as (axes, svg):
+        _draw(axes, runs, label, CLUSTERS)
+    return svg[0]
+
+
+def draw_by_round(runs: Sequence[RunOutcome], axes: Any = None) -> Any:
+    """Draw accuracy against rounds on matplotlib axes (default: new ones of pyplot) and return them."""
+    if axes is None:
+        from matplotlib import pyplot as plt
+
+        _, axes = plt.subplots()
+    light = light_colours()
+    _draw(axes, runs, "round", [light[f"--cluster-{i}"] for i in range(N_COLOURS)])
+    return axes
+
+
+def _draw(axes: Axes, runs: Sequence[RunOutcome], label: str, colours: Sequence[str]) -> None:
+    """Means over the seeds, point by point; the shade reaches from the lowest seed to the highest."""
+    methods = tuple(dict.fromkeys(run.method for run in runs))
+    for number, method in enumerate(methods):
+        curves = common_points([run.curve for run in runs if run.method == method])
+        places = np.array([[AXES[label](point) for point in curve] for curve in curves]).mean(axis=0)
+        accuracy = np.array([[point.accuracy for point in curve] for curve in curves])
+        colour, style = colours[number % N_COLOURS], LINES[number // N_COLOURS % len(LINES)]
+        if len(places) > 2:  # a method of one round has no curve
+            axes.plot(places, accuracy.mean(axis=0), style, label=method, color=colour, linewidth=1.6)
+        name = "" if len(places) > 2 else method
+        axes.plot(places[-1], accuracy[:, -1].mean(), "o", label=name, color=colour, markersize=4)  # the bundles
+        if len(curves) > 1 and len(places) > 2:
+            axes.fill_between(places, accuracy.min(axis=0), accuracy.max(axis=0), color=colour, alpha=0.12, lw=0)
+    axes.set_ylim(bottom=(floor := floor_of([run.accuracy for run in runs])))
+    axes.set_xlabel(label)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=label == "round"))
+    in_percent(axes.yaxis, "accuracy", floor)
+    axes.legend(loc="lower right", ncols=1 + len(methods) // 7)
+
+
+def common_points(curves: Sequence[Sequence[Point]]) -> list[list[Point]]:
+    """The points of rounds that every curve has, and each curve's last one: a method may end early."""
+    rounds = set.intersection(*({point.round for point in curve[:-1]} for curve in curves))
+    return [[*(point for point in curve[:-1] if point.round in rounds), curve[-1]] for curve in curves]
+
+
+def accuracy_by_round(by_method: Mapping[str, Mapping[int, float]]) -> str:
+    """Lines of validation accuracy over the rounds; a method without any keeps its colour."""
+    with figure(2.9) as (axes, svg):
+        for colour, (method, curve) in zip(CLUSTERS, by_method.items(), strict=False):
+            if curve:
+                axes.plot(list(curve), list(curve.values()), label=method, color=colour, linewidth=1.8)
+        seen = [accuracy for curve in by_method.values() for accuracy in curve.values()]
+        axes.set_ylim(bottom=(floor := floor_of(seen) if seen else 0.0))
+        axes.set_xlabel("round")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        in_percent(axes.yaxis, "validation accuracy", floor)
+        if any(by_method.values()):
+            axes.legend(loc="lower right")
+    return svg[0]
+
+
+def cluster_map(demo: Demonstration) -> str:
+    """Devices by similarity of their updates: filled with the colour of their first cluster, ringed by true group."""
+    *_, ours = demo.runs
+    groups = {device.id: device.group for device in ours.devices}
+    first = {i: int(k) for k, members in reversed(list(ours.clusters.items())) for i in members}
+    rings = group_colours(groups, first)
+    with figure(3.6) as (axes, svg):
+        for device_id, (x, y) in demo.places.items():
+            fill = CLUSTERS[first[device_id] % N_COLOURS] if device_id in first else FAINT
+            ring = CLUSTERS[rings[groups[device_id]] % N_COLOURS]
+            axes.scatter(x, y, s=300, facecolors=SURFACE, edgecolors=ring, linewidths=2, clip_on=False)
+            axes.scatter(x, y, s=170, facecolors=fill, edgecolors="none", clip_on=False)
+            label = "".join(re.findall(r"\d+$", device_id)) or device_id  # its number: a dot is small
+            axes.annotate(label, (x, y), ha="center", va="center", fontsize=7, color=SURFACE, weight="bold")
+        axes.set_xticklabels([])
+        axes.set_yticklabels([])
+        axes.margins(0.15)
+        axes.set_aspect("equal", adjustable="datalim")
+    return svg[0]
+
+
+def group_colours(groups: Mapping[str, int], first: Mapping[str, int]) -> dict[int, int]:
+    """A number for each true group: that of the cluster with most of its devices, unless an earlier group has it."""
+    numbers: dict[int, int] = {}
+    for group in sorted(set(groups.values())):
+        counts = Counter(first[i] for i, own in groups.items() if own == group and i in first)
+        wanted = [*(k for k, _ in counts.most_common()), *range(len(counts) + len(numbers) + 1)]
+        numbers[group] = next(k for k in wanted if k not in numbers.values())
+    return numbers
+
+
+def device_bars(runs: Sequence[RunOutcome]) -> str:
+    """A group of bars per device, one bar per run."""
+    ids = [device.id for device in runs[0].devices]
+    height = 0.82 / len(runs)
+    with figure(1.1 + 0.52 * len(ids)) as (axes, svg):
+        for j, run in enumerate(runs):
+            middle = np.arange(len(ids)) + (j - (len(runs) - 1) / 2) * height
+            values = [device.score.accuracy for device in run.devices]
+            axes.barh(middle, values, height=0.86 * height, color=CLUSTERS[j % N_COLOURS], label=run.method)
+        axes.set_yticks(range(len(ids)), ids)
+        axes.invert_yaxis()
+        axes.set_xlim(floor := floor_of(accuracies(runs)), 1)
+        in_percent(axes.xaxis, "test accuracy", floor)
+        axes.grid(visible=False, axis="y")
+        axes.legend(loc="upper center", bbox_to_anchor=(0.45, 1 + 0.55 / len(ids)), ncols=3, columnspacing=1.2)
+    return svg[0]
+
+
+def in_percent(axis: Axis, what: str, floor: float) -> None:
+    """Ticks of an axis of shares at round numbers of percent, as many digits as they have; its label says its start."""
+    axis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10]))
+    axis.set_major_formatter(FuncFormatter(lambda share, _: f"{round(100 * share, 6):g}%"))
+    axis.set_label_text(f"{what}, from {floor:.0%}" if floor else what)
+
+
+def accuracies(runs: Sequence[RunOutcome]) -> list[float]:
+    """The accuracies in `device_bars`."""
+    return [device.score.accuracy for run in runs for device in run.devices]
+
+
+def floor_of(values: Sequence[float]) -> float:
+    """Start of an axis: a tenth to a fifth below the smallest value, so that differences are visible."""
+    return max(0.0, math.floor(min(values) * 10 - 1) / 10)
+
+
+@contextmanager
+def figure(height_inches: float) -> Iterator[tuple[Axes, list[str]]]:
+    """An empty plot; its SVG is in the list when the block ends."""
+    svg: list[str] = []
+    with mpl.rc_context(STYLE):
+        drawing = Figure(figsize=(WIDTH_INCHES, height_inches), layout="constrained", facecolor="none")
+        FigureCanvasSVG(drawing)
+        yield drawing.add_subplot(), svg
+        file = io.StringIO()
+        drawing.savefig(file, format="svg", metadata={"Date": None})
+    svg.append(_for_a_page(file.getvalue()))
+
+
+def _for_a_page(svg: str) -> str:
+    """SVG file -> SVG element without links, in the page's colours."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'\sxmlns(:\w+)?="[^"]*"', "", svg)
+    svg = re.sub(r'width="[\d.]+pt" height="[\d.]+pt"', 'role="img"', svg, count=1)
+    return re.sub("|".join(VARIABLES), lambda match: f"var({VARIABLES[match[0]]})", svg)
+
+
+def light_colours() -> dict[str, str]:
+    """The page's variables as colours of its light mode, for use without a page."""
+    style = files("coordinator.simulation").joinpath("page.css").read_text(encoding="utf-8")
+    return dict(re.findall(r"(--[\w-]+): (#\w+)", style.partition("@media")[0]))
+
+
+def as_file(svg: str) -> str:
+    """An SVG element of `figure` as a complete file."""
+    names = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
+    return without_a_page(svg).replace("<svg", f"<svg {names}", 1)
+
+
+def without_a_page(svg: str) -> str:
+    """An SVG element of `figure` in fixed colours, for a notebook."""
+    light = light_colours()
+    return re.sub(r"var\((--[\w-]+)\)", lambda match: light[match[1]], svg)

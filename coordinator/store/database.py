@@ -1,0 +1,256 @@
+"""The store's tables: in an SQLite file or on a PostgreSQL server.
+
+Statements number their values `$1`, `$2`, ... and use only the common dialect. Migrations are written in SQLite's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import re
+import sqlite3
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from fedge.errors import ConfigError
+from fedge.settings import NAME
+from fedge.system.files import give_to_owner
+
+WAIT_S: Final = 5.0
+"""For another process that writes at this moment, or was just killed and is not gone yet."""
+ANSWER_S: Final = 60.0
+"""A server that needs longer for one statement is gone."""
+SCHEMES: Final = ("postgresql://", "postgres://")
+IN_USE: Final = 0x66656467
+"""A file's `application_id` from its first connection to its last: a part of it may be in its log, FILE-wal, alone."""
+WORDS: Final = {
+    "INTEGER": "BIGINT",
+    "REAL": "DOUBLE PRECISION",
+    "BLOB": "BYTEA",
+    "TEXT": 'TEXT COLLATE "C"',  # ordered by code point, like SQLite
+    "STRICT": "",
+}
+
+
+class _Sqlite:
+    """A connection to a local file in WAL mode, flushed to disk at each commit.
+
+    While somebody has it open, the file itself says so (`IN_USE`): a copy without its log is refused. A killed process
+    leaves log and mark; the last one to end cleanly merges the log, then removes the mark. If the mark stays, a log
+    stays, too, even if empty.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._log = Path(f"{file}-wal")
+        self._users = (file.parent / "store.users").open("a")
+        try:
+            give_to_owner(self._users.fileno(), file.parent)
+            fcntl.flock(self._users, fcntl.LOCK_SH)
+            _require_log(file, self._log)
+            self._db = sqlite3.connect(file, timeout=WAIT_S, isolation_level=None, check_same_thread=False)
+            for pragma in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON"):
+                self.execute(f"PRAGMA {pragma}")
+            if self.execute("PRAGMA application_id") != [(IN_USE,)]:
+                self._mark(IN_USE)
+        except BaseException:
+            self._users.close()
+            raise
+
+    def _mark(self, mark: int) -> bool:
+        self.execute(f"PRAGMA application_id = {mark}")
+        return self._bring_in()
+
+    def _bring_in(self) -> bool:
+        """Merge the log into the file; returns whether that was all of it. The log's space is kept for reuse."""
+        return bool(self.execute("PRAGMA wal_checkpoint(RESTART)")[0][0] == 0)
+
+    def execute(self, sql: str, *values: object) -> Sequence[Any]:
+        """Execute one statement; returns its rows."""
+        return self._db.execute(sql.replace("$", "?"), values).fetchall()
+
+    def executemany(self, sql: str, values: Iterable[Sequence[object]]) -> None:
+        """Execute a statement for each of many values."""
+        self._db.executemany(sql.replace("$", "?"), values)
+
+    def each(self, sql: str, values: Sequence[Sequence[object]]) -> list[bool]:
+        """Execute a statement for each of many values; whether each returned a row (of its first value alone)."""
+        return [bool(self.execute(sql, *one)) for one in values]
+
+    def alone(self, taken: str) -> None:
+        """Become the only dispatcher until the connection ends; here the lock of the folder decides.
+
+        Raises:
+            ConfigError: another process is; `taken` is the text.
+        """
+
+    def begin(self) -> None:
+        """Begin a writing transaction once no other process has one open, so that they end in the order they began."""
+        self.execute("BEGIN IMMEDIATE")
+
+    def snapshot(self) -> None:
+        """Begin a read-only transaction: all of it sees the tables as of its first statement."""
+        self.execute("BEGIN")
+
+    def version(self) -> int:
+        """Number of the last migration; 0: no tables yet."""
+        return int(self.execute("PRAGMA user_version")[0][0])
+
+    def migrate(self, number: int, script: str) -> None:
+        """Run a migration and record it, in one transaction."""
+        self._db.executescript(f"BEGIN IMMEDIATE;\n{script}\nPRAGMA user_version = {number};\nCOMMIT;")
+
+    def close(self) -> None:
+        clean = False
+        with contextlib.suppress(OSError, sqlite3.Error):  # others have it open, or the disk is full
+            fcntl.flock(self._users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._db.rollback()
+            clean = self._bring_in() and self._mark(0)
+        self._db.close()
+        if not clean:
+            with contextlib.suppress(OSError):
+                self._log.touch()
+        self._users.close()
+
+
+def _require_log(file: Path, log: Path) -> None:
+    """Check that a file that was in use has its log.
+
+    Raises:
+        ConfigError: it was copied without.
+    """
+    if not file.exists() or log.exists():
+        return
+    with contextlib.closing(sqlite3.connect(f"{file.absolute().as_uri()}?mode=ro&immutable=1", uri=True)) as db:
+        if db.execute("PRAGMA application_id").fetchone() == (IN_USE,):
+            raise ConfigError(
+                f"{file} was in use when it was copied, and lacks what was in {log.name}: take a copy made by "
+                "`fedge backup`, or one of the whole folder of a coordinator that was stopped (docs/operating.md)"
+            )
+
+
+class _Postgres:
+    """A schema on a server, named after the federation. asyncpg runs in its own loop; callers wait, as with SQLite.
+
+    The server must keep the session, since advisory locks say who is the dispatcher and who writes. A pooler that
+    shares sessions between transactions will not do.
+    """
+
+    def __init__(self, url: str, federation: str) -> None:
+        try:
+            import asyncpg
+        except ModuleNotFoundError as error:
+            raise ConfigError("a store on PostgreSQL needs fedge[postgres]: pip install 'fedge[postgres]'") from error
+        self._busy: type[Exception] = asyncpg.LockNotAvailableError
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        settings = {
+            "application_name": f"fedge {federation}",
+            "search_path": f'"{federation}"',
+            "synchronous_commit": "on",
+            "lock_timeout": f"{WAIT_S}s",
+            "tcp_keepalives_idle": "10",  # the locks of a lost machine are released after half a minute
+            "tcp_keepalives_interval": "5",
+            "tcp_keepalives_count": "4",
+        }
+        try:
+            self._db = self._wait(
+                asyncpg.connect(url, server_settings=settings, command_timeout=ANSWER_S, timeout=ANSWER_S)
+            )
+            self._script(f'CREATE SCHEMA IF NOT EXISTS "{federation}"')
+            self._script("CREATE TABLE IF NOT EXISTS schema_version (version BIGINT NOT NULL)")
+        except BaseException:
+            self._end()
+            raise
+
+    def _wait(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def _script(self, text: str) -> None:
+        self._wait(self._db.execute(text))
+
+    def execute(self, sql: str, *values: object) -> Sequence[Any]:
+        return list(map(tuple, self._wait(self._db.fetch(sql, *values))))
+
+    def executemany(self, sql: str, values: Iterable[Sequence[object]]) -> None:
+        self._wait(self._db.executemany(sql, values))
+
+    def each(self, sql: str, values: Sequence[Sequence[object]]) -> list[bool]:
+        rows = self._wait(self._db.fetchmany(sql, values))  # one round trip
+        left = Counter(row[0] for row in rows)
+        found = []
+        for first, *_ in values:
+            found.append(left[first] > 0)  # of equal ones the first
+            left[first] -= 1
+        return found
+
+    def begin(self) -> None:
+        self._script("BEGIN; SELECT pg_advisory_xact_lock(hashtextextended(current_schema(), 1))")
+
+    def snapshot(self) -> None:
+        self._script("BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY")
+
+    def alone(self, taken: str) -> None:
+        try:
+            self._script("SELECT pg_advisory_lock(hashtextextended(current_schema(), 0))")
+        except self._busy as error:
+            raise ConfigError(taken) from error
+
+    def version(self) -> int:
+        return int(self.execute("SELECT coalesce(max(version), 0) FROM schema_version")[0][0])
+
+    def migrate(self, number: int, script: str) -> None:
+        translated = re.sub(r"\b(" + "|".join(WORDS) + r")\b", lambda word: WORDS[word[0]], script)
+        self._script(f"BEGIN;\n{translated}\nINSERT INTO schema_version VALUES ({number});\nCOMMIT;")
+
+    def close(self) -> None:
+        try:
+            self._wait(self._db.close(timeout=WAIT_S))
+        except failures():  # the server is gone: nothing to close
+            self._db.terminate()
+        self._end()
+
+    def _end(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+Database = _Sqlite | _Postgres
+"""One connection, used by one thread at a time. Its exceptions are in `failures`."""
+
+
+def failures() -> tuple[type[Exception], ...]:
+    """The exceptions of a connection whose tables cannot be read or written."""
+    asyncpg = sys.modules.get("asyncpg")
+    if asyncpg is None:
+        return sqlite3.Error, OSError
+    return sqlite3.Error, OSError, asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError
+
+
+def database(home: Path, url: str | None, federation: str) -> Callable[[], Database]:
+    """A function that connects to the tables in HOME/store.db or at `url`. Connecting creates what is missing.
+
+    Raises:
+        ConfigError: the URL is none of PostgreSQL's, the federation's name is none, the home has tables of its own, or
+            asyncpg is not installed.
+    """
+    file, elsewhere = home / "store.db", home / "store.elsewhere"
+    if url is None:
+        if elsewhere.exists():
+            raise ConfigError(f"the federation in {home} keeps its tables on a server: name it with --store")
+        return lambda: _Sqlite(file)
+    if not url.startswith(SCHEMES):
+        raise ConfigError("the store's address must begin with postgresql://; without one it is HOME/store.db")
+    if re.match(NAME, str(federation)) is None:
+        raise ConfigError(f"{federation!r} is no name of a federation")
+    if file.exists():
+        raise ConfigError(f"the federation in {home} was begun with {file}: leave --store out, or use another --home")
+    home.mkdir(parents=True, exist_ok=True)
+    elsewhere.touch()
+    return lambda: _Postgres(url, federation)

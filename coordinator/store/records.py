@@ -1,0 +1,72 @@
+"""Records of devices and orders that the store, fleets and pages share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from msgspec import Struct
+
+from fedge.steps.contract import Action, Declined, Refusal, Unsupported
+from fedge.wire.messages import Context, Why
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A device available in this round. `n_samples`: its non-sensitive samples, |D_L|.
+
+    `incarnation`: changes with each start of the agent, and with the bundle that drifts, if one does; a new value means
+    that the device may have changed. A reconnect leaves it as it is. `trains`: False for an inference-only device.
+    `drift`: its runtime reports that inputs have left the bundle's reference. `steps`: versions of known steps, by
+    name; None: all. `release`: the highest release of a bundle it has had. `withholds`: kinds
+    (`fedge.steps.contract.Reveals`) that its owner does not let out. `via`: the relay in front of it.
+    """
+
+    id: str
+    n_samples: int
+    context: Context | None = None
+    incarnation: str = ""
+    trains: bool = True
+    drift: bool = False
+    steps: Mapping[str, int] | None = None
+    release: int = 0
+    withholds: tuple[str, ...] = ()
+    via: str = ""
+
+    def knows(self, action: Action) -> bool:
+        """Whether the device knows this step and its owner permits it."""
+        return isinstance(self.asked(action), Action)
+
+    def asked(self, action: Action) -> Action | Refusal:
+        """The action as sent to the device, without what its owner withholds; or a refusal, and nothing is sent."""
+        if self.steps is not None and self.steps.get(action.STEP) != action.VERSION:
+            text = (
+                f"it does not know step {action.STEP} version {action.VERSION}: update fedge there, or install the step"
+            )
+            return Unsupported(reason=text)
+        spared = action.sparing(self.withholds)
+        if spared is None:
+            kinds = ", ".join(sorted({*self.withholds} & {*action.reveals().values()}))
+            return Declined(
+                why=Why.NOT_ALLOWED, reason=f"its owner withholds {kinds}, which the step {action.STEP} reveals"
+            )
+        return spared
+
+
+class OrderStatus(StrEnum):
+    """Status of an order in the store. It leaves OPEN once."""
+
+    OPEN = "open"
+    ACCEPTED = "accepted"
+    REJECTED = "rejected"
+    EXPIRED = "expired"
+
+
+class Offence(Struct, frozen=True, kw_only=True):
+    """Evidence against a device. `name`: that of the refusal, or `long-update`; `detail`: the measurement."""
+
+    device_id: str
+    round: int
+    name: str
+    detail: str

@@ -1,0 +1,352 @@
+"""The devices of a federation, by their last status, context and health."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+from msgspec import Struct
+
+from coordinator.store.records import Device
+from fedge.errors import ProtocolError
+from fedge.settings import NAME
+from fedge.wire.messages import Context, Health, Presence, Status
+
+MAX_DEVICES: Final = 10_000
+"""Most known ids, so that a client that invents names cannot fill the memory. Devices of the last round always fit."""
+LOOK_AGAIN_S: Final = 0.05
+"""Shortest pause between two looks at all devices while waiting for some: thousands may come in a second."""
+SHOWN: Final = ("phase", "release", "reason", "now", "n_predictions", "n_failed", "drift", "outliers")
+"""Fields of a Health that are shown to people."""
+CLOCKS_AGREE_S: Final = 60.0
+"""Larger differences of clocks are shown. Rounds do not depend on them, but certificates, logs and signatures do."""
+
+
+class Kept(Struct, frozen=True, kw_only=True):
+    """A device's last messages, and when they came (seconds since the epoch by our clock; 0: never)."""
+
+    seen_at: float
+    context: Context | None = None
+    health: Health | None = None
+
+
+UNHEARD: Final = Kept(seen_at=0.0)
+
+
+@dataclass(slots=True)
+class _Known:
+    status: Status
+    context: Context | None = None
+    ahead_s: float = 0.0  # relative to our clock
+    began_at: float = 0.0  # when this incarnation was heard first, by our clock
+    before: str = ""  # the previous incarnation
+    before_at: float = 0.0  # when that one was
+    twice: bool = False  # two agents use this device's name
+    seen_at: float = 0.0  # by our clock
+
+
+class Registry:
+    """All devices seen so far. Kept in memory, since the broker retains and repeats each status.
+
+    Args:
+        task_fingerprint: of the federation's task; devices with another one do not take part.
+        contexts: of the last round's devices: after a restart they count until the devices send new ones.
+        no_relays: why relays are not possible; empty: they are.
+        kept: of an earlier registry, likewise.
+    """
+
+    def __init__(
+        self,
+        task_fingerprint: str,
+        contexts: Mapping[str, Context | None] | None = None,
+        no_relays: str = "",
+        kept: Mapping[str, Kept] | None = None,
+    ) -> None:
+        self._fingerprint = task_fingerprint
+        self._no_relays = no_relays
+        self._contexts = dict(contexts or {})
+        self._kept = dict(kept or {})
+        self._known: dict[str, _Known] = {}
+        self._mismatched: set[str] = set()  # devices with another task, and relays where none are possible
+        self._health: dict[str, Health] = {}
+        self._left_out: frozenset[str] = frozenset()
+        self._changed = asyncio.Event()
+
+    def on_status(self, topic_id: str, status: Status, now: float = 0.0) -> bool:
+        """Process a birth or death; True if the device is there (again) and may lack what it was sent before.
+
+        That may happen without a new incarnation, if its connection or ours was lost. A status that only announces a
+        new bundle does not count. `now`: seconds since the epoch by our clock.
+
+        Raises:
+            ProtocolError: `foreign-id`, `no-relays`, `task-mismatch` or `too-many-devices`; nothing changed.
+        """
+        if status.device_id != topic_id:
+            raise ProtocolError("foreign-id", f"{topic_id} speaks for {status.device_id}")
+        refused = status.site is not None and self._no_relays
+        mismatched = status.presence is Presence.ONLINE and status.task_fingerprint != self._fingerprint
+        if (refused or mismatched) and len(self._mismatched) < MAX_DEVICES:
+            self._mismatched.add(topic_id)
+        if refused:
+            raise ProtocolError("no-relays", f"{topic_id} is a relay, and its devices are left out: {self._no_relays}")
+        if mismatched:
+            raise ProtocolError(
+                "task-mismatch",
+                f"{topic_id} has task {status.task_fingerprint}, we have {self._fingerprint}: classes, input, network "
+                "or preprocessing differ; give the agent the task.json of the coordinator's home",
+            )
+        self._mismatched.discard(topic_id)
+        before = self._known.get(topic_id)
+        if before is None and topic_id not in self._contexts and not self._has_room(status):
+            raise ProtocolError("too-many-devices", f"{topic_id} is one more than {MAX_DEVICES}")
+        another = before is not None and status.incarnation != before.status.incarnation
+        if before and another and status.presence is Presence.OFFLINE and not before.twice:
+            return False  # the last will of an earlier life
+        self._known[topic_id] = known = _Known(status, began_at=now)
+        if before is None:
+            self._recall(topic_id, known)
+        else:
+            known.context, known.ahead_s, known.seen_at = before.context, before.ahead_s, before.seen_at
+            known.before = before.status.incarnation if another else before.before
+            known.before_at = before.began_at if another else before.before_at
+            known.began_at = now if another else before.began_at
+            known.twice = status.incarnation == before.before or (before.twice and not another)
+        self._changed.set()
+        if before and before.status != status and _but_for_news(before.status, status):
+            return False
+        return status.presence is Presence.ONLINE
+
+    def _recall(self, device_id: str, known: _Known) -> None:
+        """Restore what the device said before our start."""
+        kept = self._kept.pop(device_id, UNHEARD)
+        found = [context for context in (kept.context, self._contexts.get(device_id)) if context is not None]
+        known.context = max(found, key=lambda context: context.at or 0.0, default=None)
+        known.seen_at = kept.seen_at
+        if kept.health is not None:
+            self._health.setdefault(device_id, kept.health)
+
+    def kept(self) -> dict[str, Kept]:
+        """What a later registry needs of each device."""
+        own = {
+            i: Kept(seen_at=known.seen_at, context=known.context, health=self._health.get(i))
+            for i, known in self._known.items()
+        }
+        return dict(list((own | self._kept).items())[:MAX_DEVICES])
+
+    def _has_room(self, status: Status) -> bool:
+        """Whether there is room; a present device may replace one that is absent and was not in the last round."""
+        if len(self._known) < MAX_DEVICES or status.presence is not Presence.ONLINE:
+            return len(self._known) < MAX_DEVICES
+        away = (i for i, known in self._known.items() if known.status.presence is not Presence.ONLINE)
+        gone = next((i for i in away if i not in self._contexts), None)
+        if gone is not None:
+            del self._known[gone]
+        return gone is not None
+
+    def on_context(self, topic_id: str, context: Context, now: float) -> None:
+        """Process a device's context; `now`: seconds since the epoch by our clock.
+
+        Raises:
+            ProtocolError: `foreign-id` or `unknown-device`; nothing changed.
+        """
+        if context.device_id != topic_id:
+            raise ProtocolError("foreign-id", f"{topic_id} speaks for {context.device_id}")
+        if topic_id in self._mismatched:  # already logged with its status
+            return
+        if topic_id not in self._known:
+            raise ProtocolError("unknown-device", f"{topic_id} has shown no status yet")
+        known = self._known[topic_id]
+        known.context = context
+        known.ahead_s = 0.0 if context.at is None else context.at - now
+        self._changed.set()
+
+    def on_health(self, topic_id: str, health: Health) -> None:
+        """Process a device's health. Drift changes the device's incarnation.
+
+        Raises:
+            ProtocolError: `foreign-id` or `too-many-devices`; nothing changed.
+        """
+        if health.device_id != topic_id:
+            raise ProtocolError("foreign-id", f"{topic_id} speaks for {health.device_id}")
+        if topic_id not in self._health and len(self._health) >= MAX_DEVICES and not self.knows(topic_id):
+            raise ProtocolError("too-many-devices", f"{topic_id} is one more than {MAX_DEVICES}")
+        self._health[topic_id] = health
+        if health.drift:
+            self._changed.set()
+
+    def incarnation(self, device_id: str) -> str | None:
+        """Incarnation of this device's agent; None: none seen."""
+        known = self._known.get(device_id)
+        return known.status.incarnation if known else None
+
+    def is_away(self, device_id: str) -> bool:
+        """Whether the device announced sleep, or the broker lost it."""
+        known = self._known.get(device_id)
+        return known is not None and known.status.presence is not Presence.ONLINE
+
+    def is_twice(self, device_id: str) -> bool:
+        """Whether two agents use this device's name: one returned after the other had come."""
+        known = self._known.get(device_id)
+        return known is not None and known.twice
+
+    def twins(self, device_id: str) -> dict[str, float]:
+        """The last two incarnations of this device, the present one first, and when each was heard first."""
+        known = self._known[device_id]
+        return {known.status.incarnation: known.began_at} | ({known.before: known.before_at} if known.before else {})
+
+    def doubt(self, device_id: str) -> None:
+        """Note an outdated message from this device: another agent may be using its name."""
+        if device_id in self._known:
+            self._known[device_id].twice = True
+
+    def forget(self, device_id: str) -> None:
+        """Remove a device that no longer belongs."""
+        for known in (self._known, self._contexts, self._health, self._kept):
+            known.pop(device_id, None)
+        self._changed.set()
+
+    def knows(self, device_id: str) -> bool:
+        """Whether this is one of our devices."""
+        return device_id in self._known or device_id in self._contexts
+
+    def leave_out(self, ids: Iterable[str]) -> None:
+        """Exclude quarantined devices, whatever they announce; with a relay, the devices of its site."""
+        self._left_out = frozenset(ids)
+
+    def presence(self) -> dict[str, Presence]:
+        """Presence of each known device."""
+        return {i: known.status.presence for i, known in sorted(self._known.items())}
+
+    def behind_relays(self) -> dict[str, Presence]:
+        """The present devices behind relays."""
+        here = (*self.online(), *self.inference_only())
+        return {device.id: Presence.ONLINE for device in here if device.via}
+
+    def presence_of(self, device_id: str) -> Presence | None:
+        """Presence of a device; None: unknown."""
+        known = self._known.get(device_id)
+        return known.status.presence if known else None
+
+    def heard(self, device_id: str, now: float) -> None:
+        """Note a message of the device at `now` (seconds since the epoch by our clock)."""
+        if device_id in self._known:
+            self._known[device_id].seen_at = now
+
+    def described(self) -> dict[str, dict[str, object]]:
+        """Each known device's self-description, for people, as JSON values; including devices behind relays."""
+        found: dict[str, dict[str, object]] = {}
+        for i, known in sorted(self._known.items()):
+            seen = {"presence": str(known.status.presence), "seen_at": known.seen_at or None}
+            for d in self._behind(i):
+                found.setdefault(d.id, seen | _said(d.context, d.release, d.n_samples, d.withholds, None))
+            told = known.status
+            found[i] = seen | _said(known.context, told.release, told.n_samples, told.withholds, self._health.get(i))
+        return found
+
+    def wrong_clocks(self) -> dict[str, float]:
+        """By how many seconds the clocks of devices are ahead of ours, where they differ."""
+        found = sorted(self._known.items())
+        return {i: round(known.ahead_s) for i, known in found if abs(known.ahead_s) > CLOCKS_AGREE_S}
+
+    def online(self) -> tuple[Device, ...]:
+        """The devices that can be asked now: online and able to train; by ascending id.
+
+        A device without a context is included: it may take `context_interval_s` to arrive, and is needed only when
+        methods choose among devices.
+        """
+        return self._here(trains=True)
+
+    def inference_only(self) -> tuple[Device, ...]:
+        """The devices that are online and cannot train; by ascending id."""
+        return self._here(trains=False)
+
+    def _here(self, *, trains: bool) -> tuple[Device, ...]:
+        there = [i for i, known in self._known.items() if known.status.presence is Presence.ONLINE]
+        return tuple(d for d in self.known(there) if d.trains == trains and self._left_out.isdisjoint({d.id, d.via}))
+
+    def known(self, ids: Iterable[str] | None = None) -> tuple[Device, ...]:
+        """These devices, or all seen so far, by their last messages; relays expanded to their devices. By id."""
+        found: dict[str, Device] = {}
+        for i in sorted(self._known if ids is None else ids):
+            found |= {d.id: d for d in self._behind(i) if d.id not in self._known and d.id not in found}
+            if (status := self._known[i].status).site is None:
+                found[i] = Device(
+                    i,
+                    status.n_samples,
+                    self._known[i].context,
+                    self._incarnation(i),
+                    _trains(status),
+                    self._drifts(i),
+                    status.capabilities.steps if status.capabilities else None,
+                    status.release,
+                    status.withholds,
+                )
+        return tuple(found[i] for i in sorted(found))
+
+    def _behind(self, relay: str) -> Iterator[Device]:
+        """The devices of a relay's site; their names begin with the site's."""
+        for d in self._known[relay].status.site or ():
+            name = f"{relay}.{d.id}"
+            if re.match(NAME, name):
+                parts = d.n_samples, d.context, d.incarnation, d.trains, d.drift, None, d.release, d.withholds
+                yield Device(name, *parts, via=relay)
+
+    def _incarnation(self, device_id: str) -> str:
+        own = self._known[device_id].status.incarnation
+        return f"{own}/{self._health[device_id].release}" if self._drifts(device_id) else own
+
+    def _drifts(self, device_id: str) -> bool:
+        return device_id in self._health and self._health[device_id].drift
+
+    async def wait_for(self, n: int) -> tuple[Device, ...]:
+        """Wait until `n` devices can be asked."""
+        await self._until(lambda: len(self.online()) >= n)
+        return self.online()
+
+    async def wait_for_late_joiner(self, tried: Mapping[str, str], equipped: Container[str]) -> None:
+        """Wait until a device needs a bundle, training or not: it has none, or its bundle drifts.
+
+        tried: incarnation of each device asked before; it is asked again under a new one.
+        equipped: ids of the devices with a bundle.
+        """
+
+        def is_new(device: Device) -> bool:
+            needs = device.id not in equipped or device.drift
+            return needs and tried.get(device.id) != device.incarnation
+
+        await self._until(lambda: any(map(is_new, (*self.online(), *self.inference_only()))))
+
+    async def heard_of(self, ids: Collection[str]) -> None:
+        """Wait for any status from each of these devices."""
+        await self._until(lambda: set(ids) <= self._known.keys())
+
+    async def _until(self, holds: Callable[[], bool]) -> None:
+        while not holds():
+            self._changed.clear()
+            await self._changed.wait()
+            await asyncio.sleep(LOOK_AGAIN_S)
+
+
+def _said(
+    context: Context | None, release: int, n_samples: int, withholds: tuple[str, ...], health: Health | None
+) -> dict[str, object]:
+    return {
+        "context": None if context is None else msgspec.to_builtins(context),
+        "release": release,
+        "n_samples": n_samples,
+        "withholds": list(withholds),
+        "health": None if health is None else {name: msgspec.to_builtins(getattr(health, name)) for name in SHOWN},
+    }
+
+
+def _but_for_news(before: Status, now: Status) -> bool:
+    """Whether two statuses differ only in the bundle, or in the devices behind a relay."""
+    return msgspec.structs.replace(before, release=now.release, site=now.site) == now
+
+
+def _trains(status: Status) -> bool:
+    return status.capabilities is None or status.capabilities.trains

@@ -1,0 +1,546 @@
+"""The coordinator's durable state: SQLite or PostgreSQL for events, a content-addressed folder for tensors.
+
+One event is one atomic change, including the key that keeps it from happening twice; pending changes share a
+transaction. Everything is published after its commit. A failed write stops the process (`StoreError`): otherwise an
+accepted update would be lost.
+
+Methods for frequent changes return a future that is done when the change is durable; changes take effect in the order
+of the calls. All other methods block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from itertools import groupby
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Lock, Thread
+from typing import Any, Final, NamedTuple, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from coordinator.store.blobs import blobs_in
+from coordinator.store.database import Database, database, failures
+from coordinator.store.records import Device, Offence, OrderStatus
+from fedge.errors import MALFORMED, ConfigError, ProtocolError, StoreError, failing_as
+from fedge.system.files import InUseError, locked
+from fedge.wire.messages import Context, Order, Report
+
+MIGRATIONS = Path(__file__).with_name("migrations")
+EXPIRED: Final = "no report before the deadline"
+UNWANTED: Final = "the run ended before the report came"
+UNASKED: Final = "the round ended without a wait for the report"
+"""Of an order that was written before a restart and not asked for after it, since its step has another version."""
+FEDGE_0_1: Final = 1
+"""Schema of the stores of fedge 0.1."""
+RECALLED_ROUNDS: Final = 8
+"""Rounds whose reports show, after a restart, how fast devices are and their last problems."""
+NOBODY: Final = msgspec.msgpack.encode([])
+OFFERED: Final = "offered"
+"""The digests that servers of models may send (`Store.recall`): those that open orders name, as JSON."""
+DEVICES: Final = "devices"
+"""The devices' last messages (`coordinator.store.registry.Kept` by id, as JSON), for the next start."""
+ISSUE: Final = "issue"
+"""Part of the orders' ids since the store was restored from a backup (`coordinator.service.backup`)."""
+AT_BROKER: Final = "at_broker"
+"""A secret of the federation's coordinator and its helpers, part of their names at the broker."""
+MAX_BATCH: Final = 1000
+"""Changes in one transaction."""
+MAX_EVENTS: Final = 200_000
+"""Older ones are deleted."""
+ENTRY: Final = "SELECT body, status, reason, report, arrival FROM orders"
+
+Found = TypeVar("Found")
+
+
+class Entry(Struct, frozen=True, kw_only=True):
+    """An order and its outcome."""
+
+    order: Order
+    status: OrderStatus
+    reason: str = ""
+    report: Report | None = None
+    arrival: int = 0  # when it was closed, among all orders: 1, 2, ...; 0: it is open
+
+
+class Event(Struct, frozen=True, kw_only=True):
+    """An event, for people. number: 1, 2, ...; 0: none yet. device: which, or empty."""
+
+    number: int = 0
+    at: float  # seconds since the epoch
+    round: int
+    name: str
+    device: str = ""
+    fields: dict[str, Any] = {}
+
+
+class _Change(NamedTuple):
+    """A change for the writer: a function to call, or a statement for `Database.each`."""
+
+    future: Future[Any]
+    run: Callable[[Database], Any] | None
+    sql: str = ""
+    values: Sequence[object] = ()
+
+
+class Writer:
+    """A thread that applies changes in order; pending ones share a transaction."""
+
+    def __init__(self, db: Database) -> None:
+        self.db = db
+        self._waiting: SimpleQueue[_Change | None] = SimpleQueue()
+        self._thread = Thread(target=self._run, name="store", daemon=True)
+        self._thread.start()
+
+    def submit(self, change: Callable[[Database], Found]) -> Future[Found]:
+        """Queue a change; the future is done when it is durable. It cannot be cancelled."""
+        return self._put(_Change(Future(), change))
+
+    def submit_one(self, sql: str, *values: object) -> Future[bool]:
+        """Queue one statement for `Database.each`, which runs equal neighbours together."""
+        return self._put(_Change(Future(), None, sql, values))
+
+    def _put(self, change: _Change) -> Future[Any]:
+        change.future.set_running_or_notify_cancel()
+        self._waiting.put(change)
+        return change.future
+
+    def close(self) -> None:
+        """Apply pending changes, and end."""
+        self._waiting.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            batch = [self._waiting.get()]
+            while not self._waiting.empty() and len(batch) < MAX_BATCH:
+                batch.append(self._waiting.get())
+            if changes := [waiting for waiting in batch if waiting is not None]:
+                self._carry_out(changes)
+            if len(changes) < len(batch):
+                return
+
+    def _carry_out(self, changes: list[_Change]) -> None:
+        found: list[Any] = []
+        try:
+            with _guarded():
+                self.db.begin()
+                try:
+                    for sql, alike in groupby(changes, key=lambda change: change.sql):
+                        if sql:
+                            found += self.db.each(sql, [change.values for change in alike])
+                        else:
+                            found += [change.run(self.db) for change in alike if change.run is not None]
+                    self.db.execute("COMMIT")
+                except BaseException:
+                    with contextlib.suppress(*failures()):  # a full disk has rolled back already
+                        self.db.execute("ROLLBACK")
+                    raise
+        except BaseException as error:  # noqa: BLE001 - passed to the callers
+            for change in changes:
+                change.future.set_exception(error)
+        else:
+            for change, one in zip(changes, found, strict=True):
+                change.future.set_result(one)
+
+
+class Store:
+    """One federation's durable state. There is one dispatcher; intakes may come and go beside it.
+
+    An intake may `recall("start")` (layout and initial model), read an `entry`, and `accept` or `reject` reports. An
+    order is closed once, by the first. The dispatcher learns by `closed_since` what others have closed.
+    """
+
+    def __init__(
+        self,
+        home: Path,
+        url: str | None = None,
+        *,
+        blobs: str | None = None,
+        federation: str = "",
+        intake: bool = False,
+    ) -> None:
+        """Open it, or create it.
+
+        Args:
+            home: folder of the tables and tensors, unless these are elsewhere.
+            url: postgresql://... of the tables; several federations may share a database.
+            blobs: s3://... of the tensors.
+            federation: names the schema there.
+            intake: opened beside a dispatcher, which has created it.
+
+        Raises:
+            ConfigError: another dispatcher has it open; or it does not exist yet, for an intake.
+            StoreError: it cannot be read or written, or was written by a newer fedge.
+        """
+        self.home = home
+        connect = database(home, url, federation)
+        with contextlib.ExitStack() as undo:
+            if not intake:
+                undo.enter_context(locked(home, f"another coordinator works in {home}; stop it, or use another --home"))
+            with _guarded():
+                self.blobs = blobs_in(home, blobs, dispatcher=not intake)
+                writing, self._db = (undo.enter_context(contextlib.closing(connect())) for _ in range(2))
+            with _guarded():
+                if not intake:
+                    writing.alone(f"another coordinator works for federation {federation} on this server: stop it")
+                migrate(writing, check=intake)
+            self._writer = undo.enter_context(contextlib.closing(Writer(writing)))
+            self._reading = Lock()
+            self._open = undo.pop_all()
+
+    def close(self) -> None:
+        """Close the database and let another process have the folder."""
+        self._open.close()
+
+    def _change(self, change: Callable[[Database], Found]) -> Found:
+        return self._writer.submit(change).result()
+
+    def _read(self, sql: str, *values: object) -> list[Any]:
+        with _guarded(), self._reading:
+            return list(self._db.execute(sql, *values))
+
+    # -------------------------------------------------------------------------------------------------------- rounds
+
+    def begin_round(self, number: int, devices: Iterable[Device], now: float) -> None:
+        """Begin a round with these devices, for good."""
+        snapshot = msgspec.msgpack.encode(list(devices))
+        sql = "INSERT INTO rounds (round, devices, begun_at) VALUES ($1, $2, $3)"
+        self._change(lambda db: db.execute(sql, number, snapshot, now))
+
+    def snapshot(self, number: int) -> tuple[Device, ...] | None:
+        """The devices of a round that has begun; None: it has not."""
+        rows = self._read("SELECT devices FROM rounds WHERE round = $1", number)
+        return msgspec.msgpack.decode(rows[0][0], type=tuple[Device, ...]) if rows else None
+
+    def commit_round(
+        self, number: int, state: bytes, now: float, counted: Mapping[str, int], *, keep: int = RECALLED_ROUNDS
+    ) -> None:
+        """Commit a finished round: the method's state and the counters, all or nothing.
+
+        Orders that are still open expire: nobody waits for their reports, and a device repeats its own until a verdict.
+        Devices and orders of rounds before the last `keep` are deleted, streamed orders once they are handed out. The
+        times of rounds stay.
+        """
+        old = number - keep
+        left = self._read("SELECT id FROM orders WHERE round = $1 AND streamed = 0 AND status = 'open'", number)
+        self._expire(left, UNASKED, now)
+
+        def commit(db: Database) -> None:
+            db.execute("UPDATE rounds SET done_at = $1 WHERE round = $2", now, number)
+            db.execute("INSERT INTO states (round, body) VALUES ($1, $2)", number, state)
+            db.execute("DELETE FROM states WHERE round < $1", number)
+            db.execute("UPDATE rounds SET devices = $1 WHERE round <= $2 AND devices != $1", NOBODY, old)
+            db.execute(
+                "DELETE FROM orders WHERE round <= $1 AND (streamed = 0 OR handed IS NOT NULL) "
+                "AND coalesce(arrival, 0) < (SELECT coalesce(max(arrival), 1) FROM orders)",  # which numbers the next
+                old,
+            )
+            _count(db, counted)
+
+        self._change(commit)
+
+    def state(self) -> bytes | None:
+        """The method's state after the last round that was committed; None before the first."""
+        rows = self._read("SELECT body FROM states ORDER BY round DESC LIMIT 1")
+        return rows[0][0] if rows else None
+
+    def round_seconds(self) -> dict[int, float]:
+        """Duration of each finished round, from its first beginning (before any crash) to its end."""
+        return dict(self._read("SELECT round, done_at - begun_at FROM rounds WHERE done_at IS NOT NULL ORDER BY round"))
+
+    def last_contexts(self) -> dict[str, Context | None]:
+        """Contexts of the devices of the last begun round, by id."""
+        ((last,),) = self._read("SELECT max(round) FROM rounds")
+        devices = self.snapshot(last) if last is not None else None
+        return {device.id: device.context for device in devices or ()}
+
+    # -------------------------------------------------------------------------------------------------------- orders
+
+    def write_orders(self, orders: Iterable[Order], *, streamed: bool = False) -> dict[str, Entry]:
+        """Write the orders of one step, except those that exist; returns all of them as stored, by device id.
+
+        `streamed`: their answers are handed out one by one, and it is recorded in which round.
+        """
+        given = list(orders)
+        if not given:
+            return {}
+        values = [
+            (o.id, o.round, o.label, o.device_id, msgspec.msgpack.encode(o), OrderStatus.OPEN.value, int(streamed))
+            for o in given
+        ]
+
+        def write(db: Database) -> list[Any]:
+            db.executemany(
+                "INSERT INTO orders (id, round, label, device_id, body, status, streamed) "
+                "VALUES ($1, $2, $3, $4, $5, $6, $7) ON CONFLICT DO NOTHING",
+                values,
+            )
+            return list(db.execute(f"{ENTRY} WHERE round = $1 AND label = $2", given[0].round, given[0].label))
+
+        found = {entry.order.device_id: entry for entry in map(_entry, self._change(write))}
+        return {order.device_id: found[order.device_id] for order in given}
+
+    def entry(self, order_id: str) -> Entry | None:
+        """An order and its outcome; None: there is no such order."""
+        rows = self._read(f"{ENTRY} WHERE id = $1", order_id)
+        return _entry(rows[0]) if rows else None
+
+    def entries(self, number: int) -> tuple[Entry, ...]:
+        """All orders of a round, by label and device id."""
+        return tuple(map(_entry, self._read(f"{ENTRY} WHERE round = $1 ORDER BY label, device_id", number)))
+
+    def streamed(self, number: int) -> tuple[Entry, ...]:
+        """The streamed orders whose answers were not handed out in an earlier round.
+
+        The closed ones come first, by their numbers, then the open ones.
+        """
+        which = "streamed = 1 AND (handed IS NULL OR handed = $1) ORDER BY arrival IS NULL, arrival, id"
+        return tuple(map(_entry, self._read(f"{ENTRY} WHERE {which}", number)))
+
+    def hand_out(self, order_id: str, number: int) -> Future[object]:
+        """Record beforehand the round in which a streamed order's answer is handed out; the first call counts."""
+        sql = "UPDATE orders SET handed = $1 WHERE id = $2 AND handed IS NULL"
+        return self._writer.submit(lambda db: db.execute(sql, number, order_id))
+
+    def end_streams(self, now: float) -> None:
+        """Expire the open streamed orders, whose answers are no longer wanted."""
+        self._expire(self._read("SELECT id FROM orders WHERE streamed = 1 AND status = 'open'"), UNWANTED, now)
+
+    def _expire(self, ids: Sequence[tuple[str]], reason: str, now: float) -> None:
+        for future in [self._close(i, OrderStatus.EXPIRED, reason, None, now) for (i,) in ids]:
+            future.result()
+
+    def accept(self, report: Report, now: float) -> Future[bool]:
+        """Record the report of an open order; False, and nothing changed, if it is not open any more."""
+        body = msgspec.msgpack.encode(report)
+        return self._close(report.order_id, OrderStatus.ACCEPTED, "", body, now)
+
+    def reject(self, order_id: str, reason: str, now: float) -> Future[bool]:
+        """Close an open order whose report is not acceptable; False if it is not open any more."""
+        return self._close(order_id, OrderStatus.REJECTED, reason, None, now)
+
+    def expire(self, order_id: str, now: float) -> Future[bool]:
+        """Close an open order without a report in time; False if it is not open any more."""
+        return self._close(order_id, OrderStatus.EXPIRED, EXPIRED, None, now)
+
+    def closed_since(self, arrival: int) -> tuple[Entry, ...]:
+        """The orders closed after the one with this number, by any process, in the order of closing.
+
+        Numbers have no gaps and never become visible out of order, so the last one found is the next `arrival`.
+        """
+        return tuple(map(_entry, self._read(f"{ENTRY} WHERE arrival > $1 ORDER BY arrival", arrival)))
+
+    def last_arrival(self) -> int:
+        """The number of the last closed order; 0: there is none."""
+        return int(self._read("SELECT coalesce(max(arrival), 0) FROM orders")[0][0])
+
+    def _close(self, order_id: str, status: OrderStatus, reason: str, report: bytes | None, now: float) -> Future[bool]:
+        return self._writer.submit_one(
+            "UPDATE orders SET status = $2, reason = $3, report = $4, closed_at = $5, "
+            "arrival = (SELECT coalesce(max(arrival), 0) + 1 FROM orders) "
+            "WHERE id = $1 AND status = 'open' RETURNING id",
+            *(order_id, status.value, _text(reason), report, now),
+        )
+
+    # -------------------------------------------------------------------------------------------------------- events
+
+    def note(self, *events: Event) -> Future[object]:
+        """Store events, and delete the oldest beyond `MAX_EVENTS`. Callers need not wait."""
+        told = [msgspec.json.encode(event.fields).decode().replace("\\u0000", "\\ufffd") for event in events]
+        sql = "INSERT INTO events (number, at, round, name, device, fields) VALUES ($1, $2, $3, $4, $5, $6)"
+
+        def note(db: Database) -> None:
+            ((last,),) = db.execute("SELECT coalesce(max(number), 0) FROM events")
+            rows = enumerate(zip(events, told, strict=True), start=last + 1)
+            db.executemany(sql, [(n, e.at, e.round, e.name, e.device, text) for n, (e, text) in rows])
+            db.execute("DELETE FROM events WHERE number <= $1", last + len(events) - MAX_EVENTS)
+
+        return self._writer.submit(note)
+
+    def events(
+        self,
+        *,
+        after: int = 0,
+        last: int | None = None,
+        device: str | None = None,
+        round: int | None = None,  # noqa: A002 - what it is
+        limit: int = 1000,
+    ) -> list[Event]:
+        """Events by number: those after one, at most `limit`; or the `last` ones; of a device, of a round."""
+        of = {name: value for name, value in {"device": device, "round": round}.items() if value is not None}
+        which = "".join(f" AND {name} = ${k}" for k, name in enumerate(of, start=3))
+        order = "number" if last is None else "number DESC"
+        names = "number, at, round, name, device, fields"
+        sql = f"SELECT {names} FROM events WHERE number > $1{which} ORDER BY {order} LIMIT $2"  # noqa: S608
+        rows = self._read(sql, after, limit if last is None else last, *of.values())
+        found = [
+            Event(number=n, at=at, round=r, name=name, device=i, fields=msgspec.json.decode(fields))
+            for n, at, r, name, i, fields in rows
+        ]
+        return found if last is None else found[::-1]
+
+    # ------------------------------------------------------------------------------------------------------ the rest
+
+    def accuse(self, offence: Offence) -> Future[bool]:
+        """Store evidence against a device; False: its round has the same already."""
+        sql = "INSERT INTO offences VALUES ($1, $2, $3, $4) ON CONFLICT DO NOTHING RETURNING round"
+        values = offence.device_id, offence.round, offence.name, _text(offence.detail)
+        return self._writer.submit(lambda db: bool(db.execute(sql, *values)))
+
+    def offences(self) -> tuple[Offence, ...]:
+        """All evidence against devices."""
+        rows = self._read("SELECT device_id, round, name, detail FROM offences ORDER BY 1, 2, 3")
+        return tuple(Offence(device_id=i, round=r, name=name, detail=detail) for i, r, name, detail in rows)
+
+    def count(self, counted: Mapping[str, int]) -> None:
+        """Add to counters."""
+        self._change(lambda db: _count(db, counted))
+
+    def counters(self) -> dict[str, int]:
+        """All counters, by name."""
+        return dict(self._read("SELECT name, value FROM counters ORDER BY name"))
+
+    def remember(self, name: str, value: str) -> str:
+        """Store a value unless there is one of this name; returns the stored one."""
+
+        def remember(db: Database) -> str:
+            db.execute("INSERT INTO meta VALUES ($1, $2) ON CONFLICT DO NOTHING", name, value)
+            return str(db.execute("SELECT value FROM meta WHERE name = $1", name)[0][0])
+
+        return self._change(remember)
+
+    def at_broker(self) -> str:
+        """What nobody else can guess of the names that this store's processes have at the broker."""
+        return self.remember(AT_BROKER, secrets.token_hex(16))
+
+    def keep(self, name: str, value: str) -> None:
+        """Store a value in place of an earlier one of this name."""
+        self.revise(name, lambda _: value)
+
+    def revise(self, name: str, change: Callable[[str | None], str]) -> str:
+        """Change a stored value (None: there is none) in one transaction; returns the new one."""
+
+        def revise(db: Database) -> str:
+            rows = db.execute("SELECT value FROM meta WHERE name = $1", name)
+            value = change(rows[0][0] if rows else None)
+            sql = "INSERT INTO meta VALUES ($1, $2) ON CONFLICT (name) DO UPDATE SET value = excluded.value"
+            db.execute(sql, name, value)
+            return value
+
+        return self._change(revise)
+
+    def recall(self, name: str) -> str | None:
+        """A stored value; None: there is none."""
+        rows = self._read("SELECT value FROM meta WHERE name = $1", name)
+        return str(rows[0][0]) if rows else None
+
+    def require_blobs(self, url: str | None) -> None:
+        """Check that the federation keeps its tensors at `url`; None: in its home.
+
+        Raises:
+            ConfigError: it was not.
+        """
+        if (begun := self.recall("blobs") or None) != url:
+            where = f"at {begun}: give --blobs {begun}" if begun else "in its home: leave --blobs out"
+            raise ConfigError(f"the federation keeps its tensors {where}")
+
+    def require(self, digests: Collection[str]) -> None:
+        """Check that tensors exist.
+
+        Raises:
+            StoreError: some do not; the text names them.
+        """
+        if missing := sorted(digest for digest in digests if self.blobs.bring(digest) is None):
+            names = ", ".join(missing)
+            raise StoreError(
+                f"{self.home / 'blobs'} lacks {len(missing)} of the tensors that the store names ({names}): bring "
+                "the folder that belongs to it, or `fedge restore` a backup"
+            )
+
+    def keep_only(self, digests: Collection[str], *, spare_s: float = 0.0) -> None:
+        """Delete all other tensors, also partly received ones, except those younger than `spare_s`.
+
+        During a backup nothing is deleted; the next call does it.
+        """
+        with contextlib.suppress(InUseError), undeleted(self.home, "a backup is being made"), _guarded():
+            self.blobs.keep_only(digests, spare_s=spare_s)
+
+
+def undeleted(home: Path, taken: str | None = None) -> AbstractContextManager[None]:
+    """Context in which no tensor is deleted. `taken`: as in `locked`."""
+    return locked(home / "backup", taken)
+
+
+def _count(db: Database, counted: Mapping[str, int]) -> None:
+    db.executemany(
+        "INSERT INTO counters VALUES ($1, $2) ON CONFLICT (name) DO UPDATE SET value = counters.value + excluded.value",
+        counted.items(),
+    )
+
+
+def _entry(row: tuple[bytes, str, str, bytes | None, int | None]) -> Entry:
+    body, status, reason, report, arrival = row
+    return Entry(
+        order=msgspec.msgpack.decode(body, type=Order),
+        status=OrderStatus(status),
+        reason=reason,
+        report=None if report is None else msgspec.msgpack.decode(report, type=Report),
+        arrival=arrival or 0,
+    )
+
+
+def _text(told: str) -> str:
+    """Text from a device: cut, and without the character that PostgreSQL cannot store."""
+    return told[:1000].replace("\0", "\N{REPLACEMENT CHARACTER}")
+
+
+def migrate(db: Database, *, check: bool = False) -> None:
+    """Bring the schema up to date; each migration and its record are one transaction.
+
+    Args:
+        db: where.
+        check: only check that it is.
+
+    Raises:
+        ConfigError: the store is of fedge 0.1, whose orders no agent understands any more; or it is not up to date.
+        StoreError: it is of a newer fedge.
+    """
+    version = db.version()
+    scripts = {int(script.name[:4]): script for script in sorted(MIGRATIONS.glob("*.sql"))}
+    if version == FEDGE_0_1:
+        raise ConfigError(
+            "this home was made by fedge 0.1, whose rounds fedge 0.2 cannot go on with: finish them with fedge 0.1, or "
+            "begin anew with another --home; bundles that are installed on devices go on answering"
+        )
+    if version > max(scripts):
+        raise StoreError(f"the store has schema {version}, this fedge knows {max(scripts)}: update fedge")
+    if check and version < max(scripts):
+        raise ConfigError("there is no store of this version of fedge yet: start its coordinator first")
+    for number, script in scripts.items():
+        if number > version:
+            db.migrate(number, script.read_text())
+
+
+@contextlib.contextmanager
+def _guarded() -> Iterator[None]:
+    try:
+        yield
+    except failures() as error:
+        raise StoreError(f"the store cannot be read or written: {str(error) or 'it did not answer in time'}") from error
+
+
+def reading(store: Store) -> AbstractContextManager[None]:
+    """Context in which what the store holds is read: it may come from a backup, and be anything.
+
+    Raises:
+        StoreError: it cannot be read; the text says what to do.
+    """
+    text = f"what {store.home} holds of the run cannot be read; restore another backup, or begin anew in another --home"
+    return failing_as(StoreError, text, on=(*MALFORMED, json.JSONDecodeError, ProtocolError))

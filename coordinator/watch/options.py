@@ -1,0 +1,49 @@
+"""Options and phrases of the commands that read a coordinator's home."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Final
+
+import click
+
+from coordinator.store.store import Store
+from coordinator.watch.state import read_summary
+from fedge.system.help import Heading, json_option, option
+
+HOME_HELP: Final = "This is the folder of a coordinator on this machine."
+
+
+STORE_HELP: Final = "This database, postgresql://..., has the coordinator's tables, if it keeps them there."
+
+
+HOME: Final = option("--home", heading=Heading.FOLDERS, type=click.Path(path_type=Path), required=True, help=HOME_HELP)
+
+
+STORE: Final = option("--store", heading=Heading.FOLDERS, help=STORE_HELP)
+
+
+JSON: Final = json_option()
+
+
+def opened(home: Path, store: str | None) -> Store:
+    """The store of a coordinator, which may be running.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    federation = read_summary(home)["federation"]
+    return Store(home, store, federation=federation, intake=True)
+
+
+def lasting(seconds: float) -> str:
+    """A time in words, in its largest unit."""
+    units = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
+    unit, name = next((n, name) for n, name in units if seconds >= n or n == 1)
+    return f"{seconds / unit:.0f} {name}"
+
+
+def ago(at: float | None) -> str:
+    """The time since something (seconds since the epoch) in words."""
+    return "-" if at is None else f"{lasting(max(time.time() - at, 0))} ago"

@@ -1,0 +1,145 @@
+"""RUN/run.json describes a run beside its figures: command, settings, versions, seed and commit."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import msgspec
+from msgspec import Struct
+
+import fedge
+from coordinator.methods.method import Option
+from fedge.errors import MALFORMED, ConfigError
+from fedge.settings import Secret
+from fedge.system.files import make_folder, write_atomically
+
+FILE: Final = "run.json"
+PACKAGES: Final = ("numpy", "torch", "torchvision", "onnx", "onnxscript", "onnxruntime", "scikit-learn", "msgspec")
+
+RESTARTS: Final = 100
+
+Command = Literal["simulate", "compare", "demo", "coordinator"]
+
+
+class Start(Struct, frozen=True, kw_only=True):
+    """`settings`: as they were resolved, secrets masked. `commit`: of the folder in which it began, if it has one."""
+
+    began: str
+    settings: dict[str, Any]
+    options: dict[str, Option]
+    versions: dict[str, str]
+    commit: str | None
+
+
+class Run(Start, frozen=True, kw_only=True):
+    """A run and its first start. `restarts`: of a coordinator, the last `RESTARTS` of them, the oldest first."""
+
+    command: Command
+    seed: int | None
+    restarts: tuple[Start, ...] = ()
+
+
+def note(folder: Path, command: Command, settings: Struct, options: Mapping[str, Option] | None = None) -> None:
+    """Write RUN/run.json; of a coordinator that was started before, add this start to it.
+
+    Raises:
+        ConfigError: the record of the first start cannot be read.
+        StoreError: it cannot be written.
+    """
+    given = {
+        name: "***" if isinstance(value, Secret) else value for name, value in msgspec.structs.asdict(settings).items()
+    }
+    now = Start(
+        began=datetime.now(UTC).isoformat(timespec="seconds"),
+        settings=msgspec.to_builtins(given, enc_hook=str),
+        options=dict(options or {}),
+        versions=versions(),
+        commit=commit(),
+    )
+    if command == "coordinator" and (folder / FILE).exists():
+        run = read(folder)
+        run = msgspec.structs.replace(run, restarts=(*run.restarts, now)[-RESTARTS:])
+    else:
+        run = Run(command=command, seed=getattr(settings, "seed", None), **msgspec.structs.asdict(now))
+    write_atomically(folder / FILE, msgspec.json.format(msgspec.json.encode(run), indent=1))
+
+
+@contextmanager
+def noted(
+    folder: Path | None, command: Command, settings: Struct, options: Mapping[str, Option] | None = None
+) -> Iterator[None]:
+    """Note a run in its folder, if it has one; a run that is refused leaves no record. Raises as `note`."""
+    if folder is not None:
+        note(folder, command, settings, options)
+    try:
+        yield
+    except ConfigError:
+        if folder is not None:
+            (folder / FILE).unlink(missing_ok=True)
+        raise
+
+
+def read(folder: Path) -> Run:
+    """The description of a run.
+
+    Raises:
+        ConfigError: not the folder of a run, or from before run.json.
+    """
+    try:
+        return msgspec.json.decode((folder / FILE).read_bytes(), type=Run)
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"{folder} has no {FILE}: name the folder of a simulation, a comparison, a demo or a coordinator"
+        ) from error
+    except (OSError, *MALFORMED) as error:
+        raise ConfigError(f"{folder / FILE} cannot be read: {error}") from error
+
+
+def versions() -> dict[str, str]:
+    """Versions of fedge, Python and what figures depend on; packages not installed are left out."""
+    found = {"fedge": fedge.__version__, "python": platform.python_version(), "system": platform.platform()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def commit() -> str | None:
+    """Commit of the working folder, with "-dirty" if files differ from it; None: no repository, or no git."""
+    words = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        said = subprocess.run(words, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return said.stdout.strip() or None
+
+
+def named_by_time(command: str) -> Path:
+    """A folder here for a command's results if the user names none."""
+    return Path(time.strftime(f"fedge-{command}-%Y%m%d-%H%M%S"))
+
+
+def new_folder(out: Path | None, command: str) -> Path:
+    """Create the folder of a run's results and its parents, always new: old results are never mistaken for new ones.
+
+    `out` None: one named by the time.
+
+    Raises:
+        ConfigError: it is not empty.
+        StoreError: it cannot be made.
+    """
+    folder = out or named_by_time(command)
+    make_folder(folder)
+    if any(folder.iterdir()):
+        raise ConfigError(f"{folder} is not empty: choose a new folder with --out, or remove it")
+    return folder

@@ -1,0 +1,302 @@
+"""`fedge serve`: answers inference requests over HTTP, and over MQTT from sensors."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import math
+import re
+import ssl
+import time
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from secrets import token_hex
+from typing import Annotated, Final
+
+import click
+from msgspec import Meta
+
+from deploy.commands.install import install_in
+from deploy.inference.engines import (
+    How,
+    ModeOption,
+    ProviderOption,
+    ProviderOptions,
+    RuntimeOption,
+    ThreadsOption,
+    how_of,
+)
+from deploy.inference.runtime import load_as
+from deploy.serving.batching import Batcher
+from deploy.serving.endpoints import Answers, Fixed, Served
+from deploy.serving.sensor import Sensor
+from deploy.serving.server import Server
+from deploy.updates.answering import Answering
+from deploy.updates.examination import Limits
+from deploy.updates.link import Link
+from deploy.updates.slots import newest_in_inbox, owned
+from fedge.bundle.manifest import read
+from fedge.errors import ConfigError, StoreError, TransportError
+from fedge.identity.tls import HttpCertificate, HttpKey, ListenHost, ListenPort, server_tls
+from fedge.membership.credentials import Credentials, KeepAlive
+from fedge.membership.renewal import Renewal
+from fedge.privacy.egress import Door, Rules, RulesFile, rules_of
+from fedge.settings import NAME, Name, Secret, resolve, settings_options
+from fedge.steps.contract import Reveals
+from fedge.system.background import first_failure, on_signal
+from fedge.system.help import Command, Heading, json_lines
+from fedge.system.logs import bind
+from fedge.system.notify import ready
+from fedge.system.stopping import INTERRUPTED
+from fedge.wire.route import parse_address
+from fedge.wire.topics import Topics
+from fedge.wire.transport import SHORT_SESSION_S, SLOW_RETRY_S, BrokerSettings, Transport
+
+log = logging.getLogger("fedge.deploy")
+
+DRAIN_S: Final = 60.0
+"""Requests that were accepted before SIGTERM are answered, if it takes no longer."""
+LOCAL: Final = "local"
+"""Name of device and federation where there is no broker to tell them to."""
+
+
+class ServeSettings(Credentials, frozen=True, kw_only=True):
+    """Section [serve] of the configuration."""
+
+    home: Annotated[
+        Path | None,
+        Heading.FOLDERS,
+        "This is the folder of a device, whose installed bundle is served, and each later one.",
+    ] = None
+    host: ListenHost = "127.0.0.1"
+    port: ListenPort = 8000
+    max_batch: Annotated[
+        int, Meta(ge=1, le=256), Heading.SERVER, "One call takes up to this many samples of several requests."
+    ] = 8
+    max_delay_ms: Annotated[
+        float,
+        Meta(ge=0, le=1000, extra={"unit": "ms"}),
+        Heading.SERVER,
+        "A request waits this long for others.",
+    ] = 0.0
+    max_waiting: Annotated[
+        int, Meta(ge=1, le=10000), Heading.SERVER, "This many requests may wait; others get 503."
+    ] = 64
+    max_body: Annotated[
+        float, Meta(gt=0, le=1024, extra={"unit": "MiB"}), Heading.SERVER, "A request has at most this size."
+    ] = 8.0
+    token: Annotated[
+        Secret | None,
+        Heading.SERVER,
+        "Clients must show this token, except for health checks. It is best set in the environment and used with TLS.",
+    ] = None
+    http_cert_file: HttpCertificate = None
+    http_key_file: HttpKey = None
+    runtime: RuntimeOption = "auto"
+    mode: ModeOption = "normal"
+    threads: ThreadsOption = 1
+    provider: ProviderOption = "auto"
+    provider_options: ProviderOptions = ""
+    broker: Annotated[
+        str | None, Heading.BROKER, "Sensors are answered at this MQTT broker, too; it is named as in `fedge agent`."
+    ] = None
+    federation: Annotated[Name | None, Heading.BROKER, "With --broker, this is the name of the federation."] = None
+    id: Annotated[Name | None, Heading.BROKER, "With --broker, this is the name of the device."] = None
+    egress: RulesFile = None
+    keepalive_s: KeepAlive = 30
+
+
+@click.command(cls=Command)
+@click.argument("folders", nargs=-1, metavar="[FOLDER|NAME=FOLDER]...")
+@settings_options(ServeSettings, "serve")
+@json_lines("event")
+def serve(folders: tuple[str, ...], config: Path | None, as_json: bool, **flags: object) -> int:
+    """Answer inference requests: the Open Inference Protocol 2 over HTTP, as Triton and KServe speak it.
+
+    FOLDER is a bundle, whose model has the folder's name, or an agent's home. NAME=FOLDER gives the model another name.
+    A home, like --home, serves its installed bundle under its task's name. It switches without a pause when the agent
+    writes a newer one or `fedge install` brings it. With --broker, the device also follows its fleet's rollouts in
+    --home, and sensors may send samples over MQTT. Before you let other machines in, give it a certificate
+    (--http-cert-file) and a token (docs/runtime.md).
+
+    Examples:
+      fedge serve cam1/bundles/3
+      fedge serve front=cam1/bundles/3 back=cam2/bundles/3 --port 9000
+      fedge serve --home cam1
+      fedge serve --home cam1 --broker server:1883 --federation shop --id cam1
+      fedge serve --home cam1 --host 0.0.0.0 --http-cert-file own.crt --http-key-file own.key --token 3f9c1b7e52a80d46
+
+    Exit codes: 2 wrong configuration, no such bundle, HOME in use, the provider does not run here, 3 the port is taken,
+    4 the disk is full or broken, 5 a bundle is not what its manifest says, 130 stopped, after answering open requests.
+    It keeps serving while the broker is away or refuses us.
+    """
+    settings = resolve(ServeSettings, "serve", config, flags)
+    bind(federation=settings.federation, device=settings.id)
+    rules = rules_of(settings.home, settings.egress, config)
+    if settings.home is None and not folders:
+        raise ConfigError("name the bundles to serve, or give --home with the folder of a device")
+    if settings.home is not None and not settings.home.is_dir():
+        raise ConfigError(f"there is no {settings.home}; install a bundle with `fedge install --home HOME BUNDLE`")
+    with contextlib.ExitStack() as held:
+        models = [] if settings.home is None else [_device(settings, None, settings.home, held, rules)]
+        models += [_model(settings, *_named(folder), held, rules) for folder in folders]
+        names = [model.name for model in models]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ConfigError(f"two models are called {twice[0]}; write NAME=FOLDER")
+        needed = settings.federation is None or settings.id is None or (settings.home is None and len(models) != 1)
+        if settings.broker is not None and needed:
+            raise ConfigError("--broker needs --federation, --id, and --home or exactly one model for the sensors")
+        if settings.broker is not None:
+            parse_address(settings.broker)
+            settings.way()
+            settings.by_files()
+        tls = server_tls(settings.token, settings.http_cert_file, settings.http_key_file)
+        asyncio.run(_run(settings, models, rules, tls, as_json))
+    return INTERRUPTED
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """A model served under a name. link: of a device, takes in bundles of its agent, `fedge install` and its fleet."""
+
+    name: str
+    answers: Answers
+    link: Link | None = None
+
+
+def _named(text: str) -> tuple[str | None, Path]:
+    name, equals, path = text.partition("=")
+    if equals and re.match(NAME, name) is None:
+        raise ConfigError(f"{name!r} is not a name of a model (letters, digits, dot, dash, underscore): NAME={path}")
+    return (name, Path(path)) if equals else (None, Path(text))
+
+
+def _how(settings: ServeSettings) -> How:
+    return how_of(settings.runtime, settings.mode, settings.threads, settings.provider, settings.provider_options)
+
+
+def _model(settings: ServeSettings, name: str | None, folder: Path, held: contextlib.ExitStack, rules: Rules) -> _Model:
+    """A bundle, or the one installed in a home."""
+    if (folder / "slots.json").exists() or (folder / "bundles").is_dir():
+        return _device(settings, name, folder, held, rules)
+    name = name or folder.resolve().name
+    if re.match(NAME, name) is None:
+        raise ConfigError(f"{name!r} is not a name of a model (letters, digits, dot, dash, underscore): NAME={folder}")
+    return _Model(name, Fixed(load_as(folder, _how(settings))))
+
+
+def _device(settings: ServeSettings, name: str | None, home: Path, held: contextlib.ExitStack, rules: Rules) -> _Model:
+    """The bundle installed in a home, which is ours while `held` is."""
+    slots = held.enter_context(owned(home))
+    if slots.running is None and (first := newest_in_inbox(home, 0, slots.state.refused)) is not None:
+        install_in(home, slots, read(first))
+    answering = Answering(slots, Limits(), _how(settings))
+    link = Link(settings.id or LOCAL, settings.federation or LOCAL, home, slots, answering, rules)
+    return _Model(name or answering.runtime.task.name, answering, link)
+
+
+async def _run(
+    settings: ServeSettings,
+    models: Sequence[_Model],
+    rules: Rules,
+    tls: ssl.SSLContext | None,
+    as_json: bool,
+) -> None:
+    stopped = asyncio.Event()
+    on_signal(stopped.set, within_s=DRAIN_S)
+    with ThreadPoolExecutor(1, "graph") as graph, ThreadPoolExecutor(1, "pictures") as pictures:
+        served = [
+            Served(
+                model.name,
+                model.answers,
+                Batcher(
+                    model.answers.answer,
+                    graph,
+                    max_batch=settings.max_batch,
+                    max_delay_s=settings.max_delay_ms / 1000,
+                    max_waiting=settings.max_waiting,
+                ),
+                pictures,
+            )
+            for model in models
+        ]
+        server = Server(
+            served,
+            settings.host,
+            settings.port,
+            max_body_bytes=int(settings.max_body * 2**20),
+            tls=tls,
+            token=settings.token,
+        )
+        async with server:
+            _say(server.url, served, as_json)
+            ready()
+            beside = [model.link.follow() for model in models if model.link is not None]
+            if settings.broker is not None:
+                link = models[0].link if settings.home else None
+                beside.append(_on_broker(settings, settings.broker, served[0], link, rules))
+            await _until(stopped, beside)
+
+
+async def _until(stopped: asyncio.Event, beside: Sequence[Coroutine[None, None, None]]) -> None:
+    """Run background work beside the port; the first failure ends everything."""
+    with first_failure():  # one line for the user, as without tasks
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(work) for work in beside]
+            await stopped.wait()
+            for task in running:
+                task.cancel()
+
+
+async def _on_broker(settings: ServeSettings, address: str, served: Served, link: Link | None, rules: Rules) -> None:
+    """All of this device's MQTT work, until cancelled.
+
+    HTTP continues without a broker, and with certificates that are damaged, expired or refused: this is logged once and
+    tried again, as somebody may put it right.
+    """
+    topics, failed_at = Topics(settings.federation or LOCAL), -math.inf
+    while True:
+        began = time.monotonic()
+        try:
+            broker = settings.at(address, keepalive_s=settings.keepalive_s)
+            with contextlib.closing(Door(rules, settings.home, topics, lambda _: None)) as door:
+                await _connected(settings, broker, served, link, door)
+        except (ConfigError, StoreError, TransportError) as error:
+            again = began - failed_at < 2 * SLOW_RETRY_S
+            level = logging.DEBUG if again else logging.ERROR
+            log.log(level, "event=no_broker again_in_s=%.0f reason=%r", SLOW_RETRY_S, str(error))
+            failed_at = time.monotonic()
+        await asyncio.sleep(SLOW_RETRY_S)
+
+
+async def _connected(
+    settings: ServeSettings, broker: BrokerSettings, served: Served, link: Link | None, door: Door
+) -> None:
+    """The same over one transport, which finds the broker again by itself once that has let us in."""
+    assert settings.federation is not None
+    assert settings.id is not None
+    topics = Topics(settings.federation)
+    client = topics.client_id("serve", f"{settings.id}:{token_hex(8)}")
+    transport = Transport(broker, client, session_expiry_s=SHORT_SESSION_S, door=door)
+    sensor = Sensor(served, transport, settings.federation, settings.id)
+    if Reveals.ANSWERS in door.rules.allowed:
+        await transport.subscribe(sensor.topic, sensor.handle)
+    if link is not None:
+        await link.attach(transport)
+    await Renewal(transport, topics, settings.id).attach()
+    async with transport, sensor:
+        await (asyncio.Event().wait() if link is None else link.report())
+
+
+def _say(url: str, served: Sequence[Served], as_json: bool) -> None:
+    if as_json:
+        providers = {model.name: list(model.runtime.providers) for model in served}
+        names = [model.name for model in served]
+        click.echo(json.dumps({"event": "serving", "url": url, "models": names, "providers": providers}))
+    else:
+        names = [f"{model.name} ({', '.join(model.runtime.providers)})" for model in served]
+        click.echo(f"serving {', '.join(names)} at {url}/v2/models/ (Ctrl-C to stop)")

@@ -1,0 +1,279 @@
+"""Engines: ways to run a bundle.
+
+fused       the skeleton: gate, all candidates and the fusion in one call of ONNX Runtime. The default.
+separate    a session for each candidate, gate and fusion in numpy: the same results, less memory if candidates are
+            large (each graph is optimised separately).
+lazy        as separate, but runs a sample's candidates one by one, best first, and skips those that can hardly
+            matter: approximate.
+int8        the graph of int8.onnx, candidates in 8 bits: approximate. The bundle must have been quantised.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Final, Literal
+
+import numpy as np
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from deploy.inference.sessions import Provider, Session
+from fedge.bundle import formula as fusion
+from fedge.bundle.formula import Floats, Formula, fuse, gate_scores
+from fedge.bundle.graph_reader import largest_int8
+from fedge.bundle.manifest import INT8, OUTPUTS, Bundle, Part, PoolInfo
+from fedge.data.task import INPUT, LOGITS
+from fedge.errors import ConfigError
+from fedge.system.help import Heading
+from fedge.tensors.layout import Tensors, views_of
+from fedge.wire.messages import Role
+
+EngineName = Literal["fused", "separate", "lazy", "int8"]
+EngineChoice = Literal["auto", EngineName]
+Mode = Literal["normal", "shift"]
+ENGINES: Final[tuple[EngineName, ...]] = ("fused", "separate", "lazy", "int8")
+APPROXIMATE: Final[frozenset[EngineName]] = frozenset({"lazy", "int8"})
+LARGE_PART_BYTES: Final = 40_000_000
+"""From this size of a candidate on `auto` saves memory: sessions of 5 ResNet-18 add 428 MB, the fused graph 543."""
+MAX_WEIGHT: Final = 64
+"""Weights in 8 bits up to this size give the same sums on every processor (`export.int8`)."""
+NEGLIGIBLE: Final = 0.01
+"""Share of the mixture that lazy evaluation leaves out at most, as far as its bounds hold."""
+
+ROUNDING: Final = 1e-4
+"""Relative tolerance of an energy's bound, which another engine recorded."""
+
+
+RuntimeOption = Annotated[
+    EngineChoice,
+    Heading.PREDICTION,
+    "This engine runs the bundle (docs/runtime.md); lazy and int8 are approximate.",
+]
+ModeOption = Annotated[Mode, Heading.PREDICTION, "The mode shift is for samples unlike the device's own data."]
+ThreadsOption = Annotated[int, Meta(ge=1, le=256), Heading.PREDICTION, "ONNX Runtime has this many threads."]
+ProviderOption = Annotated[
+    str,
+    Heading.PREDICTION,
+    "ONNX Runtime takes this execution provider: cpu, cuda, tensorrt, xnnpack, or another by its full name. It is an "
+    "error if it does not run; auto is the best that runs here.",
+]
+ProviderOptions = Annotated[
+    str,
+    Heading.PREDICTION,
+    "The provider gets these options, as ONNX Runtime names them: trt_fp16_enable=1,device_id=0.",
+]
+
+
+class How(Struct, frozen=True, kw_only=True):
+    """Options for running bundles, as in `deploy.load`; they apply to a device's present and later bundles."""
+
+    engine: EngineChoice = "auto"
+    mode: Mode = "normal"
+    threads: int = 1
+    provider: str = "auto"
+    provider_options: dict[str, str] = {}
+
+
+def how_of(runtime: EngineChoice, mode: Mode, threads: int, provider: str, provider_options: str) -> How:
+    """The options in a command's flags.
+
+    Raises:
+        ConfigError: malformed provider options.
+    """
+    pairs = [text.partition("=") for text in provider_options.split(",") if text]
+    if not all(key and equals for key, equals, _ in pairs):
+        raise ConfigError(f"--provider-options are KEY=VALUE,KEY=VALUE, not {provider_options}")
+    options = {key.strip(): value.strip() for key, _, value in pairs}
+    return How(engine=runtime, mode=mode, threads=threads, provider=provider, provider_options=options)
+
+
+def chosen(bundle: Bundle, engine: EngineChoice) -> EngineName:
+    """Resolve `auto`: fused, or separate if candidates are large.
+
+    Raises:
+        ConfigError: no such engine, or the bundle lacks what it needs.
+    """
+    manifest, fusion = bundle.manifest, bundle.manifest.fusion
+    apart = bundle.branch and fusion.space is fusion.energy_temperature is UNSET
+    if engine == "auto":
+        largest = max(candidate.part.size_bytes for candidate in manifest.candidates)
+        return "separate" if apart and largest >= LARGE_PART_BYTES else "fused"
+    if engine not in ENGINES:
+        raise ConfigError(f"no engine {engine!r}: auto, {', '.join(ENGINES)}")
+    if engine in {"separate", "lazy"} and not apart:
+        raise ConfigError(f"engine {engine} does not run {bundle.folder}, a pool or of an older fedge: use fused")
+    if engine == "int8" and not isinstance(manifest.int8, Part):
+        raise ConfigError(f"engine int8 needs int8.onnx, which {bundle.folder} lacks: `fedge export --int8` makes it")
+    if engine == "int8":
+        _require_exact_sums(bundle)
+    return engine
+
+
+def _require_exact_sums(bundle: Bundle) -> None:
+    """Refuse a graph whose sums of 8 bits saturate on some processors of this machine's kind.
+
+    Arm adds products of 8 bits in 32 bits. x86-64 without VNNI adds two of them in 16 bits.
+
+    Raises:
+        ConfigError: this is no Arm, and weights are larger than `MAX_WEIGHT`.
+    """
+    if platform.machine() in {"aarch64", "arm64"}:
+        return
+    try:
+        largest = largest_int8(memoryview((bundle.folder / INT8).read_bytes()))
+    except ValueError as error:
+        raise ConfigError(f"engine int8 cannot check {bundle.folder / INT8}: {error}") from error
+    if largest > MAX_WEIGHT:
+        raise ConfigError(
+            f"{bundle.folder / INT8} has weights up to {largest}, with which some x86-64 processors give wrong answers "
+            f"(at most {MAX_WEIGHT} are right on all): make it again with `fedge export --int8`, or use engine fused"
+        )
+
+
+def make(
+    bundle: Bundle, engine: EngineName, threads: int, providers: Sequence[Provider], mode: Mode
+) -> Whole | Separate:
+    """Load a bundle into an engine that it supports.
+
+    `providers`: of ONNX Runtime, in order of preference. `mode` "shift": a flat prior, for samples unlike the device's
+    own (`fusion.shifted`).
+
+    Raises:
+        ConfigError: the mode does not apply to the bundle.
+    """
+    if mode == "shift" and isinstance(bundle.manifest.pool, PoolInfo):
+        raise ConfigError("a pool of modules has no prior to be flattened: use mode normal")
+
+    def numbers() -> Tensors:
+        return views_of((bundle.folder / bundle.manifest.gate.file_name).read_bytes())
+
+    changed = fusion.shifted(numbers()) if mode == "shift" else {}
+    if engine == "fused":
+        parts = [part.file_name for part in dict.fromkeys(bundle.manifest.parts)]
+        return Whole(Session(bundle.graph, bundle.folder, threads, providers, changed, parts=parts))
+    if engine == "int8":
+        return Whole(Session(bundle.folder / INT8, bundle.folder, threads, providers, changed))
+    experts = [k for k, c in enumerate(bundle.manifest.candidates) if c.role.is_shared]
+    how = fusion.prepared(numbers() | changed, experts, bundle.manifest.fusion.top)
+    return (Lazy if engine == "lazy" else Separate)(bundle, how, threads, providers)
+
+
+class Whole:
+    """One graph for everything.
+
+    providers: execution providers in use.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self.providers = session.providers
+
+    def run(self, x: Floats) -> list[Floats]:
+        """Probabilities (n, C), weights (n, M), energies (n, M) of model inputs (n, *input_shape)."""
+        outputs: list[Floats] = self._session.run(OUTPUTS, {INPUT: x})
+        return outputs
+
+    run_all = run
+
+
+class Separate:
+    """A session for each candidate; equal candidates share one."""
+
+    def __init__(self, bundle: Bundle, how: Formula, threads: int, providers: Sequence[Provider]) -> None:
+        sessions: dict[str, Session] = {}
+        for k, candidate in enumerate(bundle.manifest.candidates):
+            digest = candidate.part.digest
+            if digest not in sessions:
+                parts = [candidate.part.file_name]
+                sessions[digest] = Session(bundle.candidate(k), bundle.folder, threads, providers, parts=parts)
+        self._sessions = [sessions[candidate.part.digest] for candidate in bundle.manifest.candidates]
+        self._how = how
+        self._n_classes = bundle.manifest.task.n_classes
+        self.providers = self._sessions[0].providers
+
+    def run_all(self, x: Floats) -> list[Floats]:
+        """The outputs of model inputs, as of `Whole`, with nothing skipped; bounds stay unchanged."""
+        with np.errstate(all="ignore"):
+            gate = gate_scores(self._how, x)
+        return fuse(self._how, [self._logits(k, x) for k in range(len(self._sessions))], gate)
+
+    run = run_all
+
+    def _logits(self, k: int, x: Floats) -> Floats:
+        """(n, C) of candidate k."""
+        (logits,) = self._sessions[k].run((LOGITS,), {INPUT: x})
+        return np.asarray(logits)
+
+
+class Lazy(Separate):
+    """Runs only candidates that can matter, sample by sample; skipped ones have no weight and no energy.
+
+    A candidate's score is at most its gate score plus the contribution of the largest energy seen on the validation
+    samples. The private model and the guard's candidate run first, then the others by falling bound, until the rest
+    could add less than `NEGLIGIBLE` of the mixture. An energy above its bound shows that the sample is unlike the
+    validation samples: the bound is raised for good, and all candidates are run for this sample.
+    """
+
+    def __init__(self, bundle: Bundle, how: Formula, threads: int, providers: Sequence[Provider]) -> None:
+        super().__init__(bundle, how, threads, providers)
+        candidates = bundle.manifest.candidates
+        recorded = [np.inf if isinstance(c.energy_max, UnsetType) else c.energy_max for c in candidates]
+        self._first = {k for k, c in enumerate(candidates) if c.role is Role.PRIVATE or k == fusion.guarding(how)}
+        self._expert = [c.role.is_shared for c in candidates]
+        self._lock = threading.Lock()
+        self._bounds = [0.0] * len(candidates)
+        if how.beta:
+            self._bounds = fusion.counted(how, np.array(recorded, np.float32)).tolist()
+
+    def run(self, x: Floats) -> list[Floats]:
+        """The outputs of model inputs."""
+        with np.errstate(all="ignore"):
+            gate = gate_scores(self._how, x)
+        logits = np.full((len(self._sessions), len(x), self._n_classes), np.nan, np.float32)
+        for i in range(len(x)):
+            for k, row in self._sample(x[i : i + 1], gate[i].tolist()).items():
+                logits[k, i] = row
+        return fuse(self._how, list(logits), gate)
+
+    def _sample(self, x: Floats, gate: list[float]) -> dict[int, Floats]:
+        """Logits (1, C) of the candidates that were run for one sample."""
+        bound = [score + energy for score, energy in zip(gate, self._bounds, strict=True)]
+        order = sorted(range(len(bound)), key=lambda k: (k not in self._first, -bound[k]))
+        logits: dict[int, Floats] = {}
+        score: dict[int, float] = {}
+        exact = False
+        for n_run, k in enumerate(order):
+            if n_run >= len(self._first) and score and not exact and not self._matters(order[n_run:], bound, score):
+                break
+            logits[k] = self._logits(k, x)
+            energy = fusion.counted_energy(self._how, k, logits[k][0])
+            if not math.isfinite(energy + gate[k]):
+                continue  # the fusion drops it
+            score[k] = gate[k] + energy
+            if energy > self._bounds[k] + ROUNDING * max(1.0, abs(self._bounds[k])):
+                exact = True
+                with self._lock:
+                    self._bounds[k] = max(energy, self._bounds[k])
+        return logits
+
+    def _matters(self, rest: Sequence[int], bound: Sequence[float], score: Mapping[int, float]) -> bool:
+        """Whether the candidates left could have more than a negligible share beside those that were run.
+
+        At most `top` experts take part, and none whose bound is below the `top` best that were run. `rest`: by falling
+        bound; `score`: of those that were run.
+        """
+        top = self._how.top
+        best = sorted([s for k, s in score.items() if self._expert[k]], reverse=True)[:top]
+        lowest = best[-1] if len(best) == top else -math.inf
+        experts = [bound[k] for k in rest if self._expert[k] and bound[k] > lowest][:top]
+        possible = experts + [bound[k] for k in rest if not self._expert[k]]
+        if not possible:
+            return False
+        done = best + [s for k, s in score.items() if not self._expert[k]]
+        largest = max(done + possible)
+        if math.isinf(largest):
+            return True
+        added = sum([math.exp(b - largest) for b in possible])
+        return added > NEGLIGIBLE * (added + sum([math.exp(s - largest) for s in done]))

@@ -1,0 +1,250 @@
+"""Run a bundle: samples in, predictions out. The engines are in `deploy.inference.engines`."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+import weakref
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from msgspec import structs
+from numpy.typing import NDArray
+
+from deploy.inference.engines import EngineChoice, EngineName, How, Mode, chosen, make
+from deploy.inference.sessions import CPU, chains
+from fedge.bundle.energies import free_energy
+from fedge.bundle.manifest import Bundle, Manifest, read, require_bundle
+from fedge.data.preprocessing import apply
+from fedge.data.task import TaskSpec
+from fedge.errors import ConfigError, UpdateRejected
+from fedge.system.files import reading, require_utf8
+
+Floats = NDArray[np.float32]
+
+log = logging.getLogger("fedge.deploy")
+
+
+SHOWN: Final = 5
+"""Classes that the text of a prediction counts, the most frequent ones."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Prediction:
+    """Predictions for n samples, in their order.
+
+    Attributes:
+        class_index: (n,) int64, the most probable class; the first on a tie.
+        class_name: its name.
+        probabilities: (n, C), rows sum to 1.
+        weights: (n, M), each candidate's share in the mixture, 0 if dropped; the manifest's guard says what is added.
+        energies: (n, M), logsumexp of each candidate's logits, standardised on its validation samples; NaN if the
+            candidate's output was not finite or engine lazy did not run it.
+        latency_ms: wall time of preprocessing and graph together, for all n samples.
+        usual: lowest and highest free energy of a sample that is not flagged.
+    """
+
+    class_index: NDArray[np.int64]
+    class_name: tuple[str, ...]
+    probabilities: Floats
+    weights: Floats
+    energies: Floats
+    latency_ms: float
+    usual: tuple[float, float] = (-math.inf, math.inf)
+
+    def __repr__(self) -> str:
+        """In a line, however many samples there are."""
+        counts = Counter(self.class_name).most_common()
+        classes = [f"{name!r} {n}" for name, n in counts[:SHOWN]]
+        classes += [f"{len(counts) - SHOWN} more"] * (len(counts) > SHOWN)
+        n = len(self.class_index)
+        told = [f"{n} sample{'s' * (n != 1)}", *([", ".join(classes)] if classes else [])]
+        return f"Prediction({'; '.join([*told, f'{self.outlier.sum()} outliers', f'{self.latency_ms:.1f} ms'])})"
+
+    @property
+    def outlier(self) -> NDArray[np.bool_]:
+        """(n,) whether a sample is unlike those that the bundle was made with; True without a free energy."""
+        free = free_energy(self.weights, self.energies)
+        flagged: NDArray[np.bool_] = ~((free >= self.usual[0]) & (free <= self.usual[1]))
+        return flagged
+
+    def rows(self, start: int, stop: int) -> Prediction:
+        """The predictions for samples [start, stop); `latency_ms` is still that of all."""
+        return replace(
+            self,
+            class_index=self.class_index[start:stop],
+            class_name=self.class_name[start:stop],
+            probabilities=self.probabilities[start:stop],
+            weights=self.weights[start:stop],
+            energies=self.energies[start:stop],
+        )
+
+
+class Runtime:
+    """A verified, loaded bundle. Safe to share between threads."""
+
+    def __init__(self, bundle: Bundle, how: How) -> None:
+        """Load a verified bundle.
+
+        Raises:
+            ConfigError: the bundle lacks what the engine or the mode needs, or the named provider does not run.
+            UpdateRejected: ONNX Runtime cannot run the graph, or its outputs differ from the manifest.
+        """
+        self.manifest: Manifest = bundle.manifest
+        self.digest = bundle.digest
+        self._usual = bundle.manifest.usual
+        self.engine: EngineName = chosen(bundle, how.engine)
+        self.mode = how.mode
+        outputs = self._start(bundle, how)
+        sizes = (self.task.n_classes, len(self.manifest.candidates), len(self.manifest.candidates))
+        if [output.shape for output in outputs] != [(1, size) for size in sizes]:
+            raise UpdateRejected(f"{bundle.folder}: the graph's outputs are not those of the manifest")
+
+    def _start(self, bundle: Bundle, how: How) -> list[Floats]:
+        """Make the engine on the first providers that work, and run it on a sample of zeros."""
+        for providers in chains(how.provider, how.provider_options):
+            wanted = providers[0] if isinstance(providers[0], str) else providers[0][0]
+            try:
+                self._engine = make(bundle, self.engine, how.threads, providers, self.mode)
+                outputs = self._engine.run_all(np.zeros((1, *self.task.input_shape), np.float32))
+                if wanted in self.providers:
+                    return outputs
+                reason = f"ONNX Runtime computes on {', '.join(self.providers)} instead"
+            except ConfigError:
+                raise
+            except Exception as error:  # ONNX Runtime's exception tree starts here
+                if wanted == CPU:
+                    raise UpdateRejected(f"ONNX Runtime cannot run {bundle.folder}: {error}") from error
+                reason = str(error)[:500]
+            if how.provider != "auto":
+                raise ConfigError(f"{how.provider} does not run {bundle.folder}: {reason}; choose another --provider")
+            log.warning("event=provider_failed provider=%s reason=%r", wanted, reason)
+        raise UpdateRejected(  # the CPU is always tried
+            f"{bundle.folder}: nothing is computed for a sample, for all outputs of its graph are constants, such as "
+            "NaN; make the bundle anew, or install an earlier release"
+        )
+
+    @property
+    def providers(self) -> tuple[str, ...]:
+        """The ONNX Runtime execution providers in use, in order of preference."""
+        return self._engine.providers
+
+    @property
+    def task(self) -> TaskSpec:
+        """What the bundle is for: classes, input shape and preprocessing."""
+        return self.manifest.task
+
+    def predict(self, x: NDArray[Any]) -> Prediction:
+        """Predict one raw sample or a batch, in any form that `fedge.data.preprocessing.apply` takes.
+
+        Raises:
+            ConfigError: no samples, a shape other than the task's, or a number that is not finite in single precision.
+        """
+        begin = time.perf_counter()
+        inputs = apply(self.task, self.as_batch(x))
+        if not len(inputs):
+            raise ConfigError("there are no samples: give one or more")
+        return self.predict_inputs(inputs, begin)
+
+    def predict_inputs(self, x: Floats, begin: float | None = None) -> Prediction:
+        """Predict model inputs, (n, *input_shape) float32, already preprocessed; the work began at `begin`."""
+        begin = time.perf_counter() if begin is None else begin
+        probabilities, weights, energies = self._engine.run(x)
+        index = probabilities.argmax(axis=1).astype(np.int64)
+        return Prediction(
+            class_index=index,
+            class_name=tuple(self.task.classes[i] for i in index),
+            probabilities=probabilities,
+            weights=weights,
+            energies=energies,
+            latency_ms=(time.perf_counter() - begin) * 1000,
+            usual=self._usual,
+        )
+
+    def as_batch(self, x: NDArray[Any]) -> NDArray[Any]:
+        """Raw samples with a batch axis: (1, ...) for one sample; a batch is returned unchanged.
+
+        One sample has the model's input shape, or is an image with channels last or, if grey, without channels.
+        """
+        raw, shape = np.asarray(x), self.task.input_shape
+        single = {shape}
+        if len(shape) == 3:
+            single |= {(*shape[1:], shape[0])} | ({shape[1:]} if shape[0] == 1 else set())
+        return raw[np.newaxis] if raw.shape in single else raw
+
+
+def load(
+    path: Path | str,
+    threads: int | None = None,
+    *,
+    engine: EngineChoice = "auto",
+    mode: Mode = "normal",
+    provider: str = "auto",
+    provider_options: Mapping[str, str] | None = None,
+) -> Runtime:
+    """Verify the bundle in a folder and make it ready to predict.
+
+    Args:
+        path: the folder.
+        threads: of ONNX Runtime; None: one, which is best for single samples and leaves the other cores free.
+        engine: "fused", "separate", "lazy" or "int8", see `deploy.inference.engines`; "auto": fused, or separate if a
+        candidate
+            has 40 MB or more.
+        mode: "shift" flattens the prior, for samples unlike the device's training data.
+        provider: of ONNX Runtime: "cpu", "cuda", "tensorrt", "xnnpack" or another by its full name. The CPU takes over
+            nodes that it cannot run, but not all of them. "auto": the first of CUDA, TensorRT, XNNPACK and CPU that is
+            installed and works.
+        provider_options: ONNX Runtime's options for the named provider. By default TensorRT caches its engines in
+            ~/.cache/fedge/tensorrt.
+
+    Raises:
+        ConfigError: no such folder, engine or provider, a folder name that is not UTF-8, `threads` below 1, a bundle
+            that lacks what the engine or the mode needs, or a named provider that does not run it.
+        UpdateRejected: the bundle does not match its manifest. ONNX Runtime has not read any of it by then.
+    """
+    if threads is not None and threads < 1:
+        raise ConfigError(f"threads must be at least 1, not {threads}")
+    options = dict(provider_options or {})
+    how = How(engine=engine, mode=mode, threads=threads or 1, provider=provider, provider_options=options)
+    return load_as(Path(path), how)
+
+
+def load_as(folder: Path, how: How) -> Runtime:
+    """`load`, with all options in one value.
+
+    Raises:
+        ConfigError, UpdateRejected: as `load`.
+    """
+    require_bundle(folder)
+    require_utf8(folder)
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(reading(folder))  # an agent that prunes its bundles leaves it, for the next start
+        except OSError as error:
+            raise ConfigError(f"cannot open the bundle {folder}: {error}; name one that this user can read") from error
+        runtime = Runtime(read(folder), how)
+        weakref.finalize(runtime, held.pop_all().close)
+    return runtime
+
+
+def load_update(folder: Path, how: How, *, again: bool = False) -> Runtime:
+    """Load a bundle with the device's engine; if it lacks the engine's graph, use fused, the reference.
+
+    `again`: as for `fedge.bundle.manifest.read`.
+
+    Raises:
+        ConfigError, UpdateRejected: as `load`.
+    """
+    bundle = read(folder, again=again)
+    try:
+        chosen(bundle, how.engine)
+    except ConfigError as error:  # an update matters more than an approximation of it
+        log.warning("event=engine_missing bundle=%s engine=%s reason=%r", bundle.digest, how.engine, str(error))
+        how = structs.replace(how, engine="fused")
+    return Runtime(bundle, how)

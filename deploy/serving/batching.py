@@ -1,0 +1,147 @@
+"""Batches concurrent requests: those that wait while the graph is busy share the next call.
+
+One thread runs the graph, so the event loop never waits for it. The queue is bounded: requests beyond it are refused at
+once and may be repeated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deploy.inference.runtime import Prediction, Runtime
+from deploy.serving.statistics import Statistics
+from fedge.errors import ConfigError
+
+MAX_WAITING_BYTES: Final = 64 << 20
+"""Limit of the bytes of waiting samples, whatever their number."""
+
+Answer = tuple[Runtime, Prediction]
+
+
+class BusyError(Exception):
+    """The queue is full."""
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    x: NDArray[Any]
+    arrived: float
+    arrived_ns: int
+    answer: asyncio.Future[Answer]
+
+
+class Batcher:
+    """Gathers requests into calls. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        answer: Callable[[NDArray[Any]], Answer],
+        pool: Executor,
+        *,
+        max_batch: int = 8,
+        max_delay_s: float = 0.0,
+        max_waiting: int = 64,
+    ) -> None:
+        """Create the batcher of a model.
+
+        Args:
+            answer: predicts samples (n, ...) and returns the bundle used; called in the pool, one call at a time.
+            pool: of one thread, which several batchers may share.
+            max_batch: samples per call; a larger request gets its own call.
+            max_delay_s: how long a request waits for others while the graph is idle.
+            max_waiting: limit of waiting requests, not counting those in the graph.
+        """
+        self.statistics = Statistics()
+        self._answer = answer
+        self._pool = pool
+        self._max_batch = max_batch
+        self._max_delay_s = max_delay_s
+        self._max_waiting = max_waiting
+        self._waiting: deque[_Waiting] = deque()
+        self._arrival = asyncio.Event()
+        self._work: asyncio.Task[None] | None = None
+
+    async def predict(self, x: NDArray[Any]) -> Answer:
+        """Predict samples (n, ...), perhaps together with others; n answers.
+
+        Raises:
+            BusyError: too many requests are waiting.
+            ConfigError: the samples have another shape than the task's.
+        """
+        held = sum(waiting.x.nbytes for waiting in self._waiting)
+        if len(self._waiting) >= self._max_waiting or (held and held + x.nbytes > MAX_WAITING_BYTES):
+            raise BusyError(f"{len(self._waiting)} requests wait already; try again in a second")
+        loop = asyncio.get_running_loop()
+        waiting = _Waiting(x, loop.time(), time.perf_counter_ns(), loop.create_future())
+        self._waiting.append(waiting)
+        self._arrival.set()
+        if self._work is None:
+            self._work = loop.create_task(self._answer_all(), name="batching")
+        return await waiting.answer
+
+    async def _answer_all(self) -> None:
+        while self._waiting:
+            await self._delay()
+            group = self._next_group()
+            if group:
+                await self._answer_group(group)
+        self._work = None
+
+    async def _delay(self) -> None:
+        """Wait for a full call, or until the first request has waited long enough."""
+        until = self._waiting[0].arrived + self._max_delay_s
+        try:
+            async with asyncio.timeout_at(until if self._max_delay_s else None):
+                while self._max_delay_s and sum(len(waiting.x) for waiting in self._waiting) < self._max_batch:
+                    self._arrival.clear()
+                    await self._arrival.wait()
+        except TimeoutError:
+            pass
+
+    def _next_group(self) -> list[_Waiting]:
+        """The first requests that fit into one call, without those of clients that have gone."""
+        group: list[_Waiting] = []
+        n = 0
+        while self._waiting:
+            first = self._waiting[0]
+            if group and (first.x.shape[1:] != group[0].x.shape[1:] or n + len(first.x) > self._max_batch):
+                break
+            self._waiting.popleft()
+            if not first.answer.done():
+                group.append(first)
+                n += len(first.x)
+        return group
+
+    async def _answer_group(self, group: list[_Waiting]) -> None:
+        loop = asyncio.get_running_loop()
+        begin = time.perf_counter_ns()
+        try:
+            x = group[0].x if len(group) == 1 else np.concatenate([waiting.x for waiting in group])
+            runtime, prediction = await loop.run_in_executor(self._pool, self._answer, x)
+        except Exception as error:  # noqa: BLE001 - each of them is told
+            if isinstance(error, ConfigError) and len(group) > 1:  # of one request's samples: the others are answered
+                for waiting in group:
+                    await self._answer_group([waiting])
+                return
+            for waiting in group:
+                if not waiting.answer.done():
+                    waiting.answer.set_exception(error)
+            return
+        self.statistics.call(len(x), len(group), time.perf_counter_ns() - begin)
+        self.statistics.n_outliers += int(prediction.outlier.sum())
+        start = 0
+        for waiting in group:
+            self.statistics.queue.add(begin - waiting.arrived_ns)
+            stop = start + len(waiting.x)
+            if not waiting.answer.done():
+                waiting.answer.set_result((runtime, prediction.rows(start, stop)))
+            start = stop

@@ -1,0 +1,130 @@
+"""A served model: from the bytes of an inference request to those of its response, over any transport."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Executor
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deploy.inference.runtime import Runtime
+from deploy.serving import protocol
+from deploy.serving.batching import Answer, Batcher, BusyError
+from deploy.updates.answering import Answering
+from deploy.updates.quality import Drift
+from fedge.bundle.manifest import Manifest, Reference
+from fedge.errors import ConfigError
+
+
+class Fixed:
+    """A bundle that never changes. Only one thread at a time may call `answer`."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+        reference = runtime.manifest.reference
+        self._drift = Drift(reference) if isinstance(reference, Reference) else None
+
+    @property
+    def drifted(self) -> bool:
+        """Whether inputs have left the bundle's reference; never without one."""
+        return self._drift is not None and self._drift.drifted
+
+    def answer(self, x: protocol.Samples) -> Answer:
+        """Predict raw samples."""
+        prediction = self.runtime.predict(x)
+        if self._drift is not None:
+            self._drift.observe(prediction.weights, prediction.energies)
+        return self.runtime, prediction
+
+    def feedback(self, x: protocol.Samples, y: NDArray[np.integer]) -> None:
+        """No effect: there is no other bundle to compare with."""
+
+
+Answers = Fixed | Answering
+"""What can be served: a bundle, or a device whose bundle changes."""
+
+
+class Served:
+    """A model under its name. Belongs to one event loop."""
+
+    def __init__(self, name: str, model: Answers, batcher: Batcher, pictures: Executor) -> None:
+        """`pictures`: a second pool, for reading PNG and JPEG files and comparing labelled samples."""
+        self.name = name
+        self._model = model
+        self._batcher = batcher
+        self._pictures = pictures
+        self.statistics = batcher.statistics
+
+    @property
+    def runtime(self) -> Runtime:
+        """The bundle in service."""
+        return self._model.runtime
+
+    @property
+    def manifest(self) -> Manifest:
+        """Of the bundle in service."""
+        return self._model.runtime.manifest
+
+    @property
+    def drifted(self) -> bool:
+        """Whether inputs have left the bundle's reference."""
+        return self._model.drifted
+
+    async def infer(self, body: bytes, header_bytes: int | None = None) -> protocol.Response:
+        """Answer a request.
+
+        Raises:
+            ConfigError: it is malformed, or the samples do not fit the task; the text says what to change.
+            BusyError: too many requests are waiting.
+        """
+        with self.statistics.request(_outcome):
+            return await self._answered(body, header_bytes)
+
+    async def _answered(self, body: bytes, header_bytes: int | None) -> protocol.Response:
+        with self.statistics.read.measured():
+            request = protocol.decode(body, header_bytes)
+            x = await self._samples(request)
+        y = None if request.label is None else self._class_numbers(request.label, len(x))
+        runtime, prediction = await self._batcher.predict(x)
+        if y is not None:
+            await asyncio.get_running_loop().run_in_executor(self._pictures, self._model.feedback, x, y)
+        parameters: protocol.Parameters = {
+            "bundle": runtime.digest,
+            "release": runtime.manifest.release,
+            "engine": runtime.engine,
+            "drifted": self._model.drifted,
+            "latency_ms": round(prediction.latency_ms, 3),
+        }
+        with self.statistics.written.measured():
+            return protocol.encode(self.name, runtime.manifest, request, prediction, parameters)
+
+    def _class_numbers(self, label: str, n: int) -> NDArray[np.int64]:
+        """The class numbers (1,) of a request with n samples."""
+        classes = self.manifest.task.classes
+        if n != 1:
+            raise ConfigError(f"the parameter label is for a request with one sample, not {n}")
+        if label not in classes:
+            raise ConfigError(f"the label {label[:100]!r} is not a class; there are {', '.join(classes)}"[:1000])
+        return np.array([classes.index(label)])
+
+    async def _samples(self, request: protocol.Request) -> NDArray[Any]:
+        runtime, x = self._model.runtime, request.x
+        if isinstance(x, tuple):
+            loop = asyncio.get_running_loop()
+            x = await loop.run_in_executor(self._pictures, protocol.load_images, runtime.task, x)
+        return runtime.as_batch(x)
+
+
+def _outcome(error: BaseException) -> str | None:
+    """The outcome of a request that ends with this error, as `Statistics` counts it."""
+    match error:
+        case ConfigError():
+            return "refused"
+        case BusyError():
+            return "busy"
+        case Exception():
+            return "failed"
+        case _:  # cancelled: the client has gone
+            return None

@@ -1,0 +1,56 @@
+"""Counters of a model server, for Prometheus. Needs prometheus_client (`fedge[metrics]`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+from prometheus_client.core import HistogramMetricFamily, Metric
+
+from deploy.serving.endpoints import Served
+from deploy.serving.statistics import OUTCOMES, SECONDS
+from fedge.wire.openmetrics import family
+
+
+def metrics(models: Sequence[Served], connections: int, turned_away: int) -> Iterator[Metric]:
+    """The metrics of all models, by label `model`, and of the port."""
+    each = [(model, model.statistics, [model.name]) for model in models]
+    yield family("gauge", "fedge_serve_connections", "Clients that are connected.", [], [([], connections)])
+    yield family(
+        "counter", "fedge_serve_turned_away", "Clients who came when all places were taken.", [], [([], turned_away)]
+    )
+    yield family(
+        "counter",
+        "fedge_serve_requests",
+        "Requests by outcome; refused: the client's fault, busy: the queue was full, failed: the model did.",
+        ["model", "outcome"],
+        [([m.name, outcome], counts.outcomes[outcome].count) for m, counts, _ in each for outcome in OUTCOMES],
+    )
+    seconds = HistogramMetricFamily("fedge_serve_request_seconds", "Of those that were answered.", labels=["model"])
+    for model, counts, _ in each:
+        below = accumulate(counts.buckets[i] for i in range(len(SECONDS) + 1))
+        bounds = [*map(str, SECONDS), "+Inf"]
+        seconds.add_metric([model.name], list(zip(bounds, below, strict=True)), counts.outcomes["answered"].ns / 1e9)
+    yield seconds
+    for name, about, values in (
+        ("samples", "Samples that were predicted.", [counts.n_samples for _, counts, _ in each]),
+        ("outliers", "Of these, unlike what the bundle was made with.", [counts.n_outliers for _, counts, _ in each]),
+        ("calls", "Of the graph.", [sum(c.count for c in counts.batches.values()) for _, counts, _ in each]),
+        ("graph_seconds", "In calls of the graph.", [sum(c.ns for c in s.batches.values()) / 1e9 for _, s, _ in each]),
+        ("queue_seconds", "That requests waited for the graph.", [counts.queue.ns / 1e9 for _, counts, _ in each]),
+    ):
+        rows = [(labels, value) for (_, _, labels), value in zip(each, values, strict=True)]
+        yield family("counter", f"fedge_serve_{name}", about, ["model"], rows)
+    rows = [(labels, float(model.drifted)) for model, _, labels in each]
+    yield family(
+        "gauge", "fedge_serve_drifted", "1 if inputs have drifted from the bundle's reference.", ["model"], rows
+    )
+    rows = [(labels, model.manifest.release) for model, _, labels in each]
+    yield family("gauge", "fedge_serve_release", "Of the bundle that answers.", ["model"], rows)
+    yield family(
+        "gauge",
+        "fedge_serve_bundle",
+        "1 for the bundle that answers, and what it runs on.",
+        ["model", "bundle", "engine", "provider"],
+        [([m.name, m.runtime.digest, m.runtime.engine, m.runtime.providers[0]], 1) for m, _, _ in each],
+    )

@@ -1,0 +1,336 @@
+"""The Open Inference Protocol: parses requests into samples, and formats predictions as responses. No IO.
+
+Source: Open Inference Protocol 2 (KServe), REST, with Triton's binary tensor data extension: a tensor with the
+parameter `binary_data_size` has its elements after the JSON object, in the order of the tensors, little-endian, row
+after row; an element of BYTES is its length in 4 bytes, then its content.
+
+JSON has no NaN: non-finite output values are null in JSON and unchanged in binary.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Annotated, Any, Final
+
+import msgspec
+import numpy as np
+from msgspec import Meta, Raw, Struct
+from numpy.typing import NDArray
+
+from deploy.inference.runtime import Prediction
+from fedge.bundle.manifest import Manifest
+from fedge.data.preprocessing import input_precision, load_image
+from fedge.data.scaling import unfit
+from fedge.data.task import INPUT, TaskSpec
+from fedge.errors import MALFORMED, ConfigError, failing_as
+
+MAX_SAMPLES: Final = 256
+"""Of one request: what the graph needs of memory grows with them."""
+MAX_PIXELS: Final = 1 << 24
+"""Of one picture, whose bytes say little of the memory that it takes: up to 150 MB."""
+DATATYPES: Final = {
+    "BOOL": "?", "UINT8": "u1", "UINT16": "<u2", "UINT32": "<u4", "UINT64": "<u8", "INT8": "i1", "INT16": "<i2",
+    "INT32": "<i4", "INT64": "<i8", "FP16": "<f2", "BF16": "<u2", "FP32": "<f4", "FP64": "<f8",
+}  # fmt: skip
+"""Of numbers, as they are in binary: of BF16, which numpy does not know, the upper half of FP32. BYTES are pictures."""
+UNFIT: Final = (ValueError, OverflowError, RecursionError)
+"""What elements of another kind raise, in JSON or as numbers."""
+_ELEMENTS: Final[Mapping[str, type]] = {"b": bool, "u": int, "i": int, "f": float}
+
+Samples = NDArray[np.float32] | NDArray[np.float64]
+"""(n, ...), raw."""
+Parameters = dict[str, bool | int | float | str | None]
+Shape = Annotated[tuple[Annotated[int, Meta(ge=0, le=2**31 - 1)], ...], Meta(min_length=1, max_length=8)]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A parsed request. `x`: raw samples, finite in single precision; or PNG and JPEG images, one per sample.
+
+    `outputs`: requested ones by name, and whether in binary. `label`: the true class name of a single sample, if the
+    client knows it.
+    """
+
+    id: str | None
+    x: Samples | tuple[bytes, ...]
+    outputs: Mapping[str, bool]
+    label: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """A body, and the length of its initial JSON object if binary tensors follow."""
+
+    body: bytes
+    header_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Output:
+    datatype: str
+    values: Callable[[Prediction], Any]  # an array (n, ...), or n strings
+    columns: Callable[[Manifest], tuple[int, ...]]  # its shape without n
+
+
+OUTPUTS: Final[Mapping[str, _Output]] = {
+    "probabilities": _Output("FP32", lambda p: p.probabilities, lambda m: (m.task.n_classes,)),
+    "class": _Output("INT64", lambda p: p.class_index, lambda _: ()),
+    "class_name": _Output("BYTES", lambda p: p.class_name, lambda _: ()),
+    "weights": _Output("FP32", lambda p: p.weights, lambda m: (len(m.candidates),)),
+    "energies": _Output("FP32", lambda p: p.energies, lambda m: (len(m.candidates),)),
+    "outlier": _Output("BOOL", lambda p: p.outlier, lambda _: ()),
+}
+
+
+class _InputTensor(Struct, frozen=True):
+    name: str
+    shape: Shape
+    datatype: str
+    parameters: Parameters = {}
+    data: Raw = Raw()
+
+
+class _OutputTensor(Struct, frozen=True):
+    name: str
+    parameters: Parameters = {}
+
+
+class _Request(Struct, frozen=True):
+    inputs: Annotated[tuple[_InputTensor, ...], Meta(min_length=1, max_length=16)]
+    id: str | None = None
+    parameters: Parameters = {}
+    outputs: Annotated[tuple[_OutputTensor, ...], Meta(max_length=len(OUTPUTS))] = ()
+
+
+# --------------------------------------------------------------------------------------------------------- requests
+
+
+def decode(body: bytes, header_bytes: int | None = None) -> Request:
+    """Parse an untrusted request.
+
+    Args:
+        body: a JSON object, and binary tensors after it.
+        header_bytes: length of the JSON object (Inference-Header-Content-Length); None: it is the whole body.
+
+    Raises:
+        ConfigError: it is malformed; the text says what to change.
+    """
+    if header_bytes is not None and not 0 < header_bytes <= len(body):
+        raise ConfigError(f"Inference-Header-Content-Length is {header_bytes}, but the body has {len(body)} bytes")
+    with failing_as(ConfigError, "the body is not an inference request", on=MALFORMED):
+        request = msgspec.json.decode(body[:header_bytes], type=_Request)
+    names = [tensor.name for tensor in request.inputs]
+    if names != [INPUT]:
+        raise ConfigError(f"the inputs are {', '.join(names)[:200]}; give one, {INPUT}")
+    tail = b"" if header_bytes is None else body[header_bytes:]
+    label = request.parameters.get("label")
+    if not (label is None or isinstance(label, str)):
+        raise ConfigError("the parameter label is the name of a class, as a string")
+    return Request(request.id, _samples(request.inputs[0], tail), _wanted(request), label)
+
+
+def _wanted(request: _Request) -> dict[str, bool]:
+    """The requested outputs, and whether in binary; all if none is named."""
+    default = request.parameters.get("binary_data_output") is True
+    asked = request.outputs or tuple(_OutputTensor(name) for name in OUTPUTS)
+    names = [tensor.name for tensor in asked]
+    unknown = sorted(set(names) - set(OUTPUTS))
+    if unknown:
+        raise ConfigError(f"there is no output {unknown[0][:100]}; there are {', '.join(OUTPUTS)}")
+    if len(set(names)) < len(names):
+        raise ConfigError("an output is named twice; name each once")
+    if any("classification" in tensor.parameters for tensor in asked):
+        raise ConfigError("the parameter classification is not served; ask for the outputs class and class_name")
+    return {tensor.name: tensor.parameters.get("binary_data", default) is True for tensor in asked}
+
+
+def _samples(tensor: _InputTensor, tail: bytes) -> Samples | tuple[bytes, ...]:
+    """The elements of the input, checked against its shape."""
+    if not 0 < tensor.shape[0] <= MAX_SAMPLES:
+        raise ConfigError(f"{INPUT} holds {tensor.shape[0]} samples; send 1 to {MAX_SAMPLES} in a request")
+    size = tensor.parameters.get("binary_data_size")
+    if size is None and not bytes(tensor.data):
+        raise ConfigError(f"{INPUT} has neither data nor the parameter binary_data_size; shared memory is not served")
+    if size is not None and size != len(tail):
+        raise ConfigError(
+            f"{INPUT} has a binary_data_size of {size}, but {len(tail)} bytes follow the JSON object; its length goes "
+            "into the header Inference-Header-Content-Length"
+        )
+    if size is None and tail:
+        raise ConfigError(f"{len(tail)} bytes follow the JSON object, but {INPUT} has no binary_data_size")
+    if tensor.datatype == "BYTES":
+        return _pictures(tensor, tail if size is not None else None)
+    if tensor.datatype not in DATATYPES:
+        raise ConfigError(
+            f"{INPUT} has the datatype {tensor.datatype[:20]}; send {', '.join(DATATYPES)}, or BYTES for pictures"
+        )
+    dtype = np.dtype(DATATYPES[tensor.datatype])
+    n_elements = math.prod(tensor.shape)
+    if not n_elements:
+        raise ConfigError(f"{INPUT} of shape {list(tensor.shape)} holds no numbers")
+    if size is not None:
+        if len(tail) != n_elements * dtype.itemsize:
+            raise ConfigError(
+                f"{INPUT} of shape {list(tensor.shape)} and datatype {tensor.datatype} takes "
+                f"{n_elements * dtype.itemsize} bytes, not {len(tail)}"
+            )
+        x = np.frombuffer(tail, dtype).reshape(tensor.shape)
+        return _finite((x.astype("<u4") << 16).view("<f4") if tensor.datatype == "BF16" else x)
+    if tensor.datatype == "BF16":
+        raise ConfigError(f"{INPUT} has the datatype BF16, which JSON has not: send it in binary, or as FP32")
+    return _finite(_from_json(tensor, dtype, n_elements))
+
+
+def _from_json(tensor: _InputTensor, dtype: np.dtype[Any], n_elements: int) -> NDArray[Any]:
+    """The elements in JSON: a flat list, or nested lists of the given shape."""
+    text = bytes(tensor.data)
+    depth = len(tensor.shape) if re.match(rb"\s*\[\s*\[", text) else 1
+    wrong = f"the data of {INPUT} are not {tensor.datatype}"
+    with failing_as(ConfigError, wrong, on=UNFIT), np.errstate(over="ignore"):  # _finite sees infinity
+        x = np.array(_decoder(_ELEMENTS[dtype.kind], depth).decode(text), dtype)
+    if x.size != n_elements or (depth > 1 and x.shape != tensor.shape):
+        raise ConfigError(f"{INPUT} has the shape {list(tensor.shape)}, but its data have {list(x.shape)}")
+    return x.reshape(tensor.shape)
+
+
+@lru_cache(maxsize=64)
+def _decoder(element: type, depth: int) -> msgspec.json.Decoder[Any]:
+    kind: Any = element
+    for _ in range(depth):
+        kind = list[kind]
+    return msgspec.json.Decoder(kind)
+
+
+def _finite(x: NDArray[Any]) -> Samples:
+    """The same numbers, checked; in double precision where single would round them: they are not scaled yet."""
+    if fault := unfit(x):
+        raise ConfigError(f"{INPUT}: {fault}")
+    return x.astype(np.float32) if np.can_cast(x.dtype, np.float32) else x.astype(np.float64)
+
+
+def _pictures(tensor: _InputTensor, tail: bytes | None) -> tuple[bytes, ...]:
+    """PNG and JPEG files: raw in binary, base64 in JSON."""
+    pictures = _from_base64(tensor) if tail is None else _lengths_and_bytes(tail)
+    if len(pictures) > MAX_SAMPLES:
+        raise ConfigError(f"{INPUT} holds {len(pictures)} pictures; send 1 to {MAX_SAMPLES} in a request")
+    if len(pictures) != math.prod(tensor.shape):
+        raise ConfigError(f"{INPUT} has the shape {list(tensor.shape)}, but there are {len(pictures)} pictures")
+    return pictures
+
+
+def _from_base64(tensor: _InputTensor) -> tuple[bytes, ...]:
+    with failing_as(ConfigError, f"the data of {INPUT} are not a list of base64 strings, a picture each", on=UNFIT):
+        texts = _decoder(str, 1).decode(bytes(tensor.data))
+        return tuple(base64.b64decode(text, validate=True) for text in texts)
+
+
+def _lengths_and_bytes(tail: bytes) -> tuple[bytes, ...]:
+    found: list[bytes] = []
+    at = 0
+    while at < len(tail):
+        end = at + 4 + int.from_bytes(tail[at : at + 4], "little")
+        if end > len(tail) or len(found) == MAX_SAMPLES:
+            raise ConfigError(f"{INPUT}: an element of BYTES is its length in 4 bytes, little-endian, and itself")
+        found.append(tail[at + 4 : end])
+        at = end
+    return tuple(found)
+
+
+def load_images(task: TaskSpec, pictures: tuple[bytes, ...]) -> NDArray[np.float32]:
+    """Raw samples of images, (n, height, width) or (n, height, width, 3) float32. Slow.
+
+    Raises:
+        ConfigError: the task takes no images, or one cannot be read.
+    """
+    images = [load_image(task, io.BytesIO(picture), f"number {i}", MAX_PIXELS) for i, picture in enumerate(pictures)]
+    return np.stack(images).astype(np.float32)
+
+
+# --------------------------------------------------------------------------------------------------------- responses
+
+
+def encode(name: str, manifest: Manifest, request: Request, prediction: Prediction, parameters: Parameters) -> Response:
+    """The response of a model to a request."""
+    tensors: list[dict[str, Any]] = []
+    tail: list[bytes] = []
+    for key, binary in request.outputs.items():
+        output = OUTPUTS[key]
+        values = output.values(prediction)
+        shape = [len(values)] if output.datatype == "BYTES" else list(values.shape)
+        tensor = {"name": key, "datatype": output.datatype, "shape": shape}
+        if binary:
+            tail.append(_binary(output.datatype, values))
+            tensors.append(tensor | {"parameters": {"binary_data_size": len(tail[-1])}})
+        else:
+            tensors.append(tensor | {"data": values if output.datatype == "BYTES" else values.ravel().tolist()})
+    head: dict[str, Any] = {"model_name": name, "model_version": version(manifest)}
+    if request.id is not None:
+        head["id"] = request.id
+    text = msgspec.json.encode(head | {"parameters": parameters, "outputs": tensors})
+    return Response(b"".join([text, *tail]), len(text)) if tail else Response(text)
+
+
+def _binary(datatype: str, values: Any) -> bytes:
+    if datatype == "BYTES":
+        texts = [text.encode() for text in values]
+        return b"".join(len(text).to_bytes(4, "little") + text for text in texts)
+    return np.asarray(values, DATATYPES[datatype]).tobytes()
+
+
+def version(manifest: Manifest) -> str:
+    """A model's only version: the release in service."""
+    return str(manifest.release)
+
+
+def taken(task: TaskSpec) -> tuple[str, ...]:
+    """The accepted datatypes of the input; the protocol has room for only one."""
+    return (*DATATYPES, *(("BYTES",) if task.preprocessing.image_mode else ()))
+
+
+def metadata(name: str, manifest: Manifest) -> dict[str, Any]:
+    """A model's inputs and outputs as the protocol describes them; -1: the number of samples.
+
+    Inputs are FP64 where single precision would lose a part of the samples
+    (`fedge.data.preprocessing.input_precision`).
+    """
+    return {
+        "name": name,
+        "versions": [version(manifest)],
+        "platform": "onnxruntime_onnx",
+        "inputs": [
+            {
+                "name": INPUT,
+                "datatype": "FP64" if input_precision(manifest.task) is np.float64 else "FP32",
+                "shape": [-1, *manifest.task.input_shape],
+                "parameters": {"datatypes": ",".join(taken(manifest.task))},
+            }
+        ],
+        "outputs": [
+            {"name": key, "datatype": output.datatype, "shape": [-1, *output.columns(manifest)]}
+            for key, output in OUTPUTS.items()
+        ],
+    }
+
+
+def configuration(name: str, manifest: Manifest) -> dict[str, Any]:
+    """The same in Triton's model configuration extension."""
+
+    def tensor(described: dict[str, Any]) -> dict[str, Any]:
+        kind = described["datatype"].replace("BYTES", "STRING")
+        return {"name": described["name"], "data_type": f"TYPE_{kind}", "dims": described["shape"][1:] or [1]}
+
+    described = metadata(name, manifest)
+    return {
+        "name": name,
+        "platform": described["platform"],
+        "backend": "onnxruntime",
+        "max_batch_size": MAX_SAMPLES,
+        "input": [tensor(one) for one in described["inputs"]],
+        "output": [tensor(one) for one in described["outputs"]],
+    }

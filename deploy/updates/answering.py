@@ -1,0 +1,357 @@
+"""The bundle in service, replaceable at run time: it counts its work and proves itself on trial."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deploy.inference.engines import How
+from deploy.inference.runtime import Prediction, Runtime, load_update
+from deploy.updates.examination import Limits, allowed_ms
+from deploy.updates.quality import MAX_COMPARED, Drift, Paired
+from deploy.updates.slots import Slots
+from fedge.bundle.manifest import Reference, digest_in
+from fedge.errors import ConfigError, FedgeError, StoreError, UpdateRejected
+from fedge.wire.messages import Outliers, Quality
+
+log = logging.getLogger("fedge.deploy")
+
+MAX_FAILED: Final = 3
+"""Predictions in a row that may fail on trial; the next one brings the last good bundle back."""
+LATENCY_WINDOW: Final = 20
+"""Calls over which the median latency on trial is taken."""
+
+
+class Answering:
+    """Predicts with the slots' running bundle. Safe to share between threads.
+
+    A new bundle is loaded before the old one is released, and requests finish on the bundle they began with: a switch
+    fails no request.
+    """
+
+    def __init__(self, slots: Slots, limits: Limits, how: How = How()) -> None:
+        """Load what `slots.boot()` names; `how.engine` runs this bundle and all later ones that support it.
+
+        Raises:
+            ConfigError: nothing was ever installed.
+            UpdateRejected: neither the running nor the last good bundle can be loaded.
+        """
+        self._slots = slots
+        self.limits: Final = limits
+        self.how: Final = how
+        self._lock = threading.RLock()
+        self.n_predictions = self.n_failed = 0  # since the process began
+        self._failed_in_a_row = 0
+        self._trial_latencies: list[float] = []
+        self._on_trial = False
+        """The bundle in service has yet to prove itself. Only the thread that clears this, under the lock, may then
+        write to the slots. It does so without the lock: predictions need it, and the disk may be slow."""
+        self._trial_began = 0.0
+        self._trial_predictions = 0
+        self._allowed_ms: float | None = None
+        self._before: str | None = None
+        """Digest of the bundle that answered before, as long as the running one is compared with it."""
+        self._rival: Runtime | None = None  # the previous bundle, loaded with the first labelled sample
+        self._paired = Paired()
+        self._comparing = threading.Lock()
+        self._switching = threading.Lock()
+        """Held by the one thread that replaces the bundle that answers, here and in the slots; predictions go on."""
+        self._unloadable = ""
+        """Why the slots' running bundle cannot be loaded, until they know that."""
+        self.no_way_back = ""
+        """Why a bundle that the slots have given up is still in service, or ""; `settle` tries again."""
+        folder = slots.boot()
+        if folder is None:
+            raise ConfigError(
+                "no bundle is there yet: wait until the agent has written one, or `fedge install --home HOME BUNDLE`"
+            )
+        self._take(self._loaded(folder))
+        self._on_trial = slots.state.trial is not None
+        if self._on_trial and slots.good is not None:
+            self._before = _digest(slots.good)
+
+    @property
+    def runtime(self) -> Runtime:
+        """The bundle in service."""
+        return self._runtime
+
+    @property
+    def outliers(self) -> Outliers | None:
+        """What the bundle in service was asked about; None: it has no reference."""
+        with self._lock:
+            return None if self._drift is None else self._outliers
+
+    @property
+    def drifted(self) -> bool:
+        """Whether the device's inputs have left the bundle's reference."""
+        with self._lock:
+            return self._drift is not None and self._drift.drifted
+
+    def answer(self, x: NDArray[Any]) -> tuple[Runtime, Prediction]:
+        """Predict raw samples, as `Runtime.predict`, and return the bundle that did: `runtime` may have changed since.
+
+        Raises:
+            ConfigError: the samples have another shape than the task's.
+        """
+        runtime = self._runtime
+        try:
+            answer = runtime.predict(x)
+        except ConfigError:  # the caller's fault
+            raise
+        except Exception as error:
+            self._note_failure(runtime, error)
+            raise
+        self._note(runtime, answer)
+        return runtime, answer
+
+    def feedback(self, x: NDArray[Any], y: NDArray[np.integer]) -> None:
+        """Compare running and previous bundle on raw samples (n, ...) with true class numbers (n,).
+
+        Both predict the samples while the device still has the previous bundle and the evidence is insufficient.
+        `worse` gives the verdict; the owner of the slots acts on it.
+
+        Raises:
+            ConfigError: the samples have another shape than the task's, or a label is not a class of it.
+        """
+        runtime = self._runtime
+        x = runtime.as_batch(x)
+        if y.shape != x.shape[:1] or ((y < 0) | (y >= runtime.task.n_classes)).any():
+            raise ConfigError(f"give a class number from 0 to {runtime.task.n_classes - 1} for each of the samples")
+        with self._comparing:
+            rival = self._opponent()
+            if rival is None:
+                return
+            now = runtime.predict(x).class_index == y
+            try:
+                before = rival.predict(x).class_index == y
+            except Exception as error:  # noqa: BLE001 - it is not the one that was asked
+                log.warning("event=rival_failed bundle=%s error=%r", rival.digest, str(error))
+                before = np.zeros_like(now)
+            with self._lock:
+                if runtime is self._runtime and rival is self._rival:
+                    self._paired.observe(before, now)
+                    if self._paired.n >= MAX_COMPARED and not self._worse():
+                        self._compare_no_more()
+
+    @property
+    def worse(self) -> str:
+        """Why labelled samples favour the previous bundle, or ""."""
+        with self._lock:
+            return self._worse()
+
+    def swap(self, before: Quality | None = None) -> None:
+        """Load the slots' running bundle and put it into service.
+
+        `before`: quality of the previous bundle, for the limit on latency.
+
+        Raises:
+            UpdateRejected: it cannot be loaded; the previous one stays in service, also for the slots.
+            StoreError: the slots cannot be written; a bundle that cannot be loaded is undone by a later `settle`.
+        """
+        with self._switching:
+            folder, rival = self._slots.running, self._runtime.digest
+            assert folder is not None
+            try:
+                runtime = load_update(folder, self.how, again=True)
+            except (FedgeError, OSError) as error:
+                reason = self._unloadable = f"it cannot be loaded: {error}"
+                self._take_back()
+                raise UpdateRejected(reason) from error
+            self.allow(before)
+            self._take(runtime, rival)
+            try:
+                self._slots.started()
+            finally:
+                with self._lock:
+                    self._on_trial = True
+
+    def allow(self, before: Quality | None) -> None:
+        """Set the latency above which a bundle on trial is given up, from the quality of the previous one."""
+        self._allowed_ms = allowed_ms(before, self.limits)
+
+    def settle(self) -> None:
+        """Revert if labelled samples favour the previous bundle; confirm a bundle on trial that has proved itself.
+
+        Raises:
+            StoreError: the slots cannot be written; the next call tries again.
+        """
+        self._take_back()
+        if self.no_way_back:
+            with self._switching:
+                self._return()
+        if reason := self.worse:
+            there = _digest(self._slots.staged) == self._before
+            self._compare_no_more()
+            if there:
+                self.give_up(reason)
+                return
+        with self._lock:
+            long_enough = (
+                self._trial_predictions >= self.limits.probation_predictions
+                or time.monotonic() - self._trial_began >= self.limits.probation_s
+            )
+            proved = self._on_trial and long_enough and self._failed_in_a_row == 0
+            self._on_trial = self._on_trial and not proved
+        if proved:
+            try:
+                self._slots.confirm()
+            except StoreError:
+                self._on_trial = True
+                raise
+
+    def give_up(self, reason: str) -> None:
+        """Revert to the previous bundle, on trial or not. Nothing may be staged meanwhile."""
+        runtime = self._runtime
+        with self._lock:
+            self._on_trial = False
+        self._go_back(runtime, reason)
+
+    # ------------------------------------------------------------------------------------------------- within
+
+    def _loaded(self, folder: Path) -> Runtime:
+        """Load the running bundle or, failing that, the previous one."""
+        try:
+            return load_update(folder, self.how)
+        except (FedgeError, OSError) as error:
+            if self._slots.state.trial is None and isinstance(error, ConfigError) and folder.is_dir():
+                raise  # no bundle could run with these options
+            try:
+                before = self._slots.go_back(f"it cannot be loaded: {error}", lasting=False)
+            except StoreError as lost:
+                raise error from lost
+            return load_update(before, self.how)
+
+    def _take_back(self) -> None:
+        """Have the slots give up the bundle that could not be loaded, if any."""
+        if self._unloadable:
+            self._slots.roll_back(self._unloadable)
+            self._unloadable = ""
+
+    def _opponent(self) -> Runtime | None:
+        """The previous bundle, if the idle slot still holds it."""
+        if self._before is None:
+            return None
+        if self._rival is None:
+            try:
+                rival = load_update(self._slots.staged, self.how)
+            except (FedgeError, OSError) as error:
+                log.warning("event=not_compared bundle=%s reason=%r", self._before, str(error))
+                self._before = None
+                return None
+            if rival.digest != self._before:
+                self._before = None
+                return None
+            self._rival = rival
+        return self._rival
+
+    def _compare_no_more(self) -> None:
+        with self._lock:
+            self._before, self._rival = None, None
+
+    def _worse(self) -> str:
+        """Why labelled samples favour the previous bundle, or "". The lock is held."""
+        if self._before is None or not self._paired.worse(self.limits.accuracy_drop):
+            return ""
+        return "accuracy: the bundle before has a higher one on samples that were labelled since"
+
+    def _take(self, runtime: Runtime, before: str | None = None) -> None:
+        """Put a bundle into service, not yet on trial; `before`: digest of the one to compare with, if any."""
+        reference = runtime.manifest.reference
+        log.info(
+            "event=answers bundle=%s release=%d engine=%s providers=%s",
+            runtime.digest,
+            runtime.manifest.release,
+            runtime.engine,
+            ",".join(runtime.providers),
+        )
+        with self._lock:
+            self._runtime = runtime
+            self._drift = Drift(reference) if isinstance(reference, Reference) else None
+            self._outliers = Outliers(seen=0, flagged=0)
+            self._on_trial = False
+            self.no_way_back = ""
+            self._failed_in_a_row = 0
+            self._trial_latencies, self._trial_predictions = [], 0
+            self._trial_began = time.monotonic()
+            self._before, self._rival, self._paired = before, None, Paired()
+
+    def _note(self, runtime: Runtime, answer: Prediction) -> None:
+        complaint = ""
+        with self._lock:
+            n = len(answer.class_index)
+            self.n_predictions += n
+            if runtime is not self._runtime:
+                return
+            self._failed_in_a_row = 0
+            seen, flagged = self._outliers.seen + n, self._outliers.flagged + int(answer.outlier.sum())
+            self._outliers = Outliers(seen=seen, flagged=flagged)
+            if self._drift is not None:
+                self._drift.observe(answer.weights, answer.energies)
+            if self._on_trial:
+                complaint = self._watched(n, answer.latency_ms)
+                self._on_trial = not complaint
+        if complaint:
+            self._go_back(runtime, complaint)
+
+    def _watched(self, n: int, latency_ms: float) -> str:
+        """Count work on trial; returns why to give the bundle up, or "". The lock is held."""
+        self._trial_predictions += n
+        if n == 1 and self._allowed_ms is not None:
+            self._trial_latencies = [*self._trial_latencies[-LATENCY_WINDOW + 1 :], latency_ms]
+            median = float(np.median(self._trial_latencies))
+            if len(self._trial_latencies) == LATENCY_WINDOW and median > self._allowed_ms:
+                return "latency: it takes longer for a sample at work than this device allows"
+        return ""
+
+    def _note_failure(self, runtime: Runtime, error: Exception) -> None:
+        log.error("event=prediction_failed bundle=%s error=%r", runtime.digest, str(error))
+        hopeless = False
+        with self._lock:
+            self.n_failed += 1
+            if runtime is self._runtime and self._on_trial:
+                self._failed_in_a_row += 1
+                hopeless = self._failed_in_a_row > MAX_FAILED
+                self._on_trial = not hopeless
+        if hopeless:
+            self._go_back(runtime, f"{MAX_FAILED + 1} predictions in a row failed: {error}")
+
+    def _go_back(self, failed: Runtime, reason: str) -> None:
+        """Put the other slot's bundle into service instead of `failed`. The caller has cleared `_on_trial`, locked."""
+        with self._switching:
+            if failed is not self._runtime:  # a concurrent abort and complaint: the other one came first
+                return
+            try:
+                self._slots.go_back(reason)
+            except (FedgeError, OSError) as error:
+                log.error("event=no_way_back reason=%r", str(error))  # noqa: TRY400 - the text is all
+                with self._lock:
+                    self._on_trial = self._slots.state.trial is not None
+                return
+            self._return()
+
+    def _return(self) -> None:
+        """Put the slots' running bundle back into service. The caller holds `_switching`."""
+        folder = self._slots.running
+        assert folder is not None
+        try:
+            runtime = load_update(folder, self.how)
+        except (FedgeError, OSError) as error:
+            reason = f"no-way-back: {error}"
+            if reason != self.no_way_back:
+                log.error("event=no_way_back reason=%r", reason)  # noqa: TRY400 - the text is all
+            self.no_way_back = reason
+            return
+        self._take(runtime)
+
+
+def _digest(folder: Path) -> str | None:
+    try:
+        return digest_in(folder)
+    except OSError:
+        return None

@@ -1,0 +1,139 @@
+"""Decides on the device's own samples whether a new bundle is fit for service, in a separate process.
+
+A graph that crashes ONNX Runtime takes down only that process. Both bundles are measured there in turn, so their
+latencies are comparable.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Annotated, Final
+
+import numpy as np
+from msgspec import Meta, Struct
+
+from deploy.inference.engines import How
+from deploy.inference.runtime import load_update
+from deploy.updates.quality import Measured, measure
+from fedge.data.task import TaskSpec
+from fedge.data.validation import Validation, load_validation
+from fedge.errors import ConfigError, FedgeError
+from fedge.system import child
+from fedge.wire.messages import NonNegative, Quality
+
+log = logging.getLogger("fedge.deploy")
+
+TIMEOUT_S: Final = 300.0
+
+
+class Limits(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Limits on a new bundle's cost, and its conditions of trial."""
+
+    accuracy_drop: NonNegative = 0.02  # share of the validation samples; more if few samples make it uncertain
+    latency_ratio: Annotated[float, Meta(ge=1)] = 1.5  # relative to the running bundle's median of single samples
+    latency_slack_ms: NonNegative = 1.0  # in addition, for very fast bundles
+    latency_ms: NonNegative | None = None  # independent of the running one
+    probation_predictions: Annotated[int, Meta(ge=1)] = 20
+    probation_s: NonNegative = 60.0
+
+
+class Examination(Struct, frozen=True, kw_only=True):
+    """reason: why the new bundle must not serve; empty: it may. before: None if there was none.
+
+    warning: why samples were not used although there is a file of them.
+    """
+
+    reason: str
+    before: Quality | None = None
+    now: Quality | None = None
+    warning: str = ""
+
+
+def verdict(before: Measured | None, now: Measured, limits: Limits) -> str:
+    """Why the new bundle must not serve, or "".
+
+    Its accuracy may fall by `accuracy_drop`, or by one standard error of the difference if that is more (of the paired
+    differences per sample); a single sample decides nothing. All samples count, including sensitive ones, and the
+    running bundle may have learned from them: the verdict is reported, so it contains no figure.
+    """
+    if not now.finite:
+        return "not-finite: it puts out numbers that are not finite on this device's samples"
+    latency = now.quality.latency_ms or 0.0
+    allowed = allowed_ms(None if before is None else before.quality, limits)
+    if allowed is not None and latency > allowed:
+        return "latency: it takes longer for a sample than this device allows"
+    if before is None:
+        return ""
+    if before.correct is not None and now.correct is not None and len(now.correct):
+        difference = before.correct.astype(np.float64) - now.correct
+        error = float(difference.std() / np.sqrt(len(difference)))
+        if difference.sum() > 1 and difference.mean() > max(limits.accuracy_drop, error):
+            return "accuracy: the running bundle has a higher one on this device's samples"
+    return ""
+
+
+def allowed_ms(before: Quality | None, limits: Limits) -> float | None:
+    """Maximum median latency of single samples for a new bundle, given that of the running one; None: any."""
+    bounds = [] if limits.latency_ms is None else [limits.latency_ms]
+    if before is not None and before.latency_ms is not None:
+        bounds.append(limits.latency_ratio * before.latency_ms + limits.latency_slack_ms)
+    return min(bounds, default=None)
+
+
+def examine(
+    running: Path | None,
+    staged: Path,
+    home: Path,
+    limits: Limits,
+    how: How = How(),
+) -> Examination:
+    """Measure and compare in a child process, with the options of the service; any failure is a reason."""
+    try:
+        found = child.call(
+            "deploy.updates.examination:examined",
+            running,
+            staged,
+            home,
+            limits,
+            how,
+            returns=Examination,
+            timeout_s=TIMEOUT_S,
+        )
+    except TimeoutError as error:
+        return Examination(reason=f"smoke-test: {error}")
+    except ConfigError as error:
+        return Examination(reason=f"smoke-test: it cannot be run on this device ({error})"[:500])
+    if found.warning:
+        log.warning("event=no_validation reason=%r", found.warning)
+    return found
+
+
+def examined(running: Path | None, staged: Path, home: Path, limits: Limits, how: How) -> Examination:
+    """`examine` in this process."""
+    try:
+        new = load_update(staged, how, again=True)
+        validation, warning = _samples(home, new.task)
+        now = measure(new, validation)
+    except (FedgeError, OSError) as error:
+        return Examination(reason=f"smoke-test: {error}"[:500])
+    before = None
+    if running is not None:
+        try:
+            before = measure(load_update(running, how, again=True), validation)
+        except (FedgeError, OSError):  # a broken running bundle is not a reference
+            before = None
+    return Examination(
+        reason=verdict(before, now, limits),
+        before=None if before is None else before.quality,
+        now=now.quality,
+        warning=warning,
+    )
+
+
+def _samples(home: Path, task: TaskSpec) -> tuple[Validation, str]:
+    """The samples to measure on; a damaged file counts as empty, or no release would ever pass here."""
+    try:
+        return load_validation(home, task), ""
+    except ConfigError as error:
+        return Validation(np.zeros((0, *task.input_shape), np.float32), None), str(error)

@@ -1,0 +1,659 @@
+"""A device's runtime on the wire: the fleet's rollout comes in, the device's health goes out.
+
+    Rollout, retained  ──▶  `decide`: what to do next  ──▶  fetch the metadata, verify them (`deploy.updates.trust`)
+    Health, retained   ◀──  `phase_of`: where it stands      fetch what is missing, into the content store
+                                                             stage, examine, switch, serve on trial, settle
+
+Only signed metadata are believed; the bundle in service is not touched before the new one has passed its examination.
+After any interruption, the next process continues from the slots: `decide` uses no other history. Bundles in the inbox
+HOME/bundles go the same way, without signatures: whoever can write there owns the device.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import random
+import shutil
+import threading
+import time
+from collections.abc import Coroutine, Mapping
+from enum import Enum, auto
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+from msgspec import Struct
+
+from deploy.updates.answering import Answering
+from deploy.updates.examination import examine
+from deploy.updates.slots import Slots, newest_in_inbox
+from fedge.bundle.manifest import MANIFEST, Manifest, read
+from fedge.bundle.manifest import decode as decode_manifest
+from fedge.errors import ConfigError, FedgeError, ProtocolError, StoreError, TransportError, UpdateRejected, failing_as
+from fedge.identity.names import Role, Subject
+from fedge.membership.signed_messages import speaker
+from fedge.privacy.egress import Rules, WithheldError, without_figures
+from fedge.system.files import BlobFolder, digest_of, read_kept, versions_in, write_atomically
+from fedge.system.logs import Lines
+from fedge.system.sensors import temperature_c
+from fedge.wire.messages import Announcement, BlobRef, Health, Phase, Quality, Rollout, RolloutState, decode, encode
+from fedge.wire.rollout import MAX_METADATA_BYTES, takes_part
+from fedge.wire.topics import Topics
+from fedge.wire.transfer import Receiver
+from fedge.wire.transport import Inbound, Transport
+
+log = logging.getLogger("fedge.deploy")
+
+MAX_ALL_METADATA_BYTES: Final = 8 << 20
+"""Limit for one announcement; if it is larger, nothing of it is fetched."""
+MAX_RELEASE_BYTES: Final = 4 << 30
+"""Limit for the parts that a device fetches for one release."""
+SPARE_DISK_BYTES: Final = 64 << 20
+"""What a release must leave free."""
+FETCH_S: Final = 600.0
+"""Time limit for one file; what has arrived by then is kept, and the rest is requested again later."""
+METADATA_S: Final = 30.0
+"""Time limit for one file of metadata, which are small: their sender may be gone, and the inbox must not wait. Of any
+file, some bytes must arrive within this time."""
+HEALTH_S: Final = 60.0
+"""Pause between two reports of a device where nothing happens."""
+LOOK_S: Final = 2.0
+"""Pause between two looks at the inbox and at drift."""
+MEND_S: Final = 24 * 3600.0
+"""Pause between two looks at the slots' bytes, all of which are read."""
+TRIAL_S: Final = 1.0
+"""Pause between two looks at a bundle on trial."""
+RETRY_S: Final = 5.0
+"""Pause after the first failure; doubles with each, up to `RETRY_CAP_S`."""
+RETRY_CAP_S: Final = 600.0
+
+REMEMBERED: Final = 8
+"""Bundles of rollouts whose origin is remembered: those in the slots, and some that were refused."""
+
+INSTALLING: Final = (RolloutState.RUNNING, RolloutState.DONE)
+
+
+# ------------------------------------------------------------------------------------------------------------- core
+
+
+class Do(Enum):
+    """What a device does next."""
+
+    NOTHING = auto()
+    SETTLE = auto()  # check whether the bundle has proved itself, or is worse than the previous one
+    GO_BACK = auto()  # the rollout was aborted, but its bundle is in service here
+    INSTALL = auto()  # fetch the rollout's bundle and try it
+    TAKE_IN = auto()  # try the bundle of the inbox
+
+
+class Situation(Struct, frozen=True, kw_only=True):
+    """The input of `decide` and `phase_of`.
+
+    state: of the rollout, None without one; takes_part: the device belongs to its stage; announced: digest of the
+    manifest that it names; refused: why this device rejects that bundle; switched: a rollout put it into service here;
+    judged: why the announcement is not trusted; failed: why it could not be fetched; waiting: until the next attempt;
+    worse: labelled samples favour the previous bundle; stuck: why a bundle that was given up is still in service.
+    """
+
+    state: RolloutState | None = None
+    takes_part: bool = False
+    announced: str | None = None
+    running: str
+    on_trial: bool = False
+    refused: str | None = None
+    switched: bool = False
+    judged: str | None = None
+    failed: str = ""
+    waiting: bool = False
+    no_way_back: bool = False
+    inbox: bool = False
+    worse: bool = False
+    stuck: str = ""
+
+
+def decide(now: Situation) -> Do:
+    """What to do next."""
+    there = now.state is not None and now.announced == now.running
+    if there and now.switched and now.state is RolloutState.ABORTED and not now.no_way_back:
+        return Do.GO_BACK
+    if now.on_trial or now.worse:
+        return Do.SETTLE
+    wanted = now.state in INSTALLING and now.takes_part and not there
+    if wanted and now.refused is None and now.judged is None and not now.waiting:
+        return Do.INSTALL
+    if now.inbox:
+        return Do.TAKE_IN
+    return Do.SETTLE if now.stuck else Do.NOTHING
+
+
+def phase_of(now: Situation) -> tuple[Phase, str]:
+    """The device's phase for the rollout's release, and why."""
+    if now.stuck:
+        return Phase.FAILED, now.stuck
+    if now.state is not None and now.takes_part and now.announced != now.running:
+        if now.refused is not None:
+            return (Phase.ROLLED_BACK if now.switched else Phase.REFUSED), now.refused
+        if now.judged is not None:
+            return Phase.REFUSED, now.judged
+        if now.failed:
+            return Phase.FAILED, now.failed
+    return (Phase.TRIAL if now.on_trial else Phase.SERVING), ""
+
+
+def announced(rollout: Rollout) -> str | None:
+    """Digest of the manifest that a rollout names; only a claim until the metadata confirm it."""
+    folder, _, name = rollout.target.rpartition("/")
+    names = {f"{folder}/{ref.digest}.{name}": ref.digest for ref in rollout.metadata.values()}
+    return next((names[file] for file in rollout.metadata if file in names), None)
+
+
+def announcement(rollout: Rollout) -> str:
+    """Identifies a rollout's claim: equal for equal metadata and target."""
+    return hashlib.sha256(msgspec.msgpack.encode((rollout.target, sorted(rollout.metadata.items())))).hexdigest()
+
+
+def too_much(metadata: Mapping[str, BlobRef]) -> str:
+    """Why these metadata are too large or too many to request at all, or ""."""
+    largest = max((ref.size_bytes for ref in metadata.values()), default=0)
+    total = sum(ref.size_bytes for ref in metadata.values())
+    if largest > MAX_METADATA_BYTES:
+        return f"endless-data: metadata of {largest} bytes, at most {MAX_METADATA_BYTES} allowed"
+    if total > MAX_ALL_METADATA_BYTES:
+        return f"endless-data: metadata of {total} bytes, at most {MAX_ALL_METADATA_BYTES} allowed"
+    return ""
+
+
+def retry_s(attempt: int, draw: float) -> float:
+    """Pause before attempt number `attempt` + 1: half to all of a doubling interval; `draw` in [0, 1)."""
+    return min(RETRY_CAP_S, RETRY_S * 2.0 ** min(attempt - 1, 20)) * (1 + draw) / 2
+
+
+class Judgement(Struct, frozen=True, kw_only=True):
+    """Why an announcement is not trusted, and when by our clock that was found."""
+
+    announcement: str
+    reason: str
+    at: float
+
+    def holds_for(self, claim: str) -> bool:
+        """Whether it still applies; after the clock was set back, expiry must be checked again."""
+        return self.announcement == claim and not (self.reason.startswith("expired") and time.time() < self.at)
+
+
+class Outcome(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """HOME/outcome.json: the result of the last examination. `switched`: the bundle then went into service.
+
+    against: digest of the bundle in service at that time. signed: digests of the latest bundles from rollouts, newest
+    first. All others may have been made on this device from its sensitive samples: their identity is not reported.
+    """
+
+    rollout: str | None = None
+    digest: str = ""
+    switched: bool = False
+    against: str = ""
+    before: Quality | None = None
+    now: Quality | None = None
+    signed: tuple[str, ...] = ()
+
+
+# ------------------------------------------------------------------------------------------------------------ shell
+
+
+class Link:
+    """One device in one federation.
+
+        link = Link("cam1", "shop", home, slots, answering)
+        await link.attach(transport)
+        async with transport:
+            await asyncio.gather(link.follow(), link.report())  # until it is cancelled
+
+    No peer can end it; what is impossible now is tried again later, while the device stays in service. Without a
+    broker, `follow()` alone handles the inbox. It may be attached to another transport later. `rules`: what may leave,
+    by the device's owner.
+    """
+
+    def __init__(
+        self,
+        device_id: str,
+        federation: str,
+        home: Path,
+        slots: Slots,
+        answering: Answering,
+        rules: Rules = Rules(),
+    ) -> None:
+        self._id = device_id
+        self._federation = federation
+        self._topics = Topics(federation)
+        self._home = home
+        self._slots = slots
+        self._answering = answering
+        self._rules = rules
+        self._rollout: Rollout | None = None
+        self._distrusted = ""  # why the last announcement is ignored
+        self._outcome = _read_outcome(home)
+        if slots.state.trial is not None and self._outcome.digest == answering.runtime.digest:
+            answering.allow(self._outcome.before)  # the process that began the trial has ended
+        self._damaged: dict[Path, object] = {}  # unreadable bundles in the inbox, by the version of their files
+        self._judged: Judgement | None = None
+        self._failed: tuple[str, str] | None = None  # announcement, and its failure
+        self._n_failures = 0  # consecutive failures of that announcement
+        self._retry_at = 0.0
+        self._no_way_back: str | None = None  # rollout
+        self._fetching = False
+        self._lines = Lines()
+        self._news = asyncio.Event()
+        self._health: Health | None = None
+        self._unsaid = asyncio.Event()
+        self._trusting = threading.Lock()
+
+    async def attach(self, transport: Transport) -> None:
+        """Subscribe. Call it before the transport is entered.
+
+        Raises:
+            ConfigError: the certificate is not this device's.
+            StoreError: nothing can be fetched here.
+        """
+        self._transport = transport
+        subject = Subject(self._federation, Role.DEVICE, self._id)
+        self._signed = speaker(transport.settings, subject, self._home)
+        seal = self._signed.seal
+        with failing_as(StoreError, f"cannot write {self._home}"):
+            self._received = BlobFolder(self._home / "received")  # metadata, until they are verified
+            self._metadata = Receiver(transport, self._received, durable=False, max_bytes=MAX_METADATA_BYTES, seal=seal)
+            self._parts = Receiver(transport, self._slots.parts, max_bytes=MAX_RELEASE_BYTES, seal=seal)
+        await transport.subscribe(self._topics.rollout, self._on_rollout)
+        transport.on_connect(self._on_connect)
+
+    # ------------------------------------------------------------------------------------------------- inwards
+
+    async def _on_rollout(self, inbound: Inbound) -> None:
+        try:
+            self._rollout = await asyncio.to_thread(self._announced, inbound.payload) if inbound.payload else None
+        except (UpdateRejected, StoreError) as error:  # the previous announcement stays in force
+            self._lines.warning(log, "event=announcement_refused reason=%r", str(error))
+            self._distrusted = f"announcement refused: {error}"
+            self._news.set()
+            return
+        self._distrusted = ""
+        if not inbound.retained:  # somebody is there who may serve it
+            self._retry_at = 0.0
+        self._news.set()
+
+    def _announced(self, payload: bytes) -> Rollout | None:
+        """The rollout of a genuine announcement."""
+        from deploy.updates.trust import Trust
+
+        announcement = decode(payload, Announcement)
+        try:
+            with self._trusting:
+                return Trust(self._home).rollout(announcement, self._federation)
+        except ConfigError:  # without a root of trust nothing can be installed or undone here; that is reported
+            rollout = decode(announcement.rollout, Rollout)
+            return rollout if rollout.state in INSTALLING else None
+
+    async def _on_connect(self) -> None:
+        self._unsaid.set()  # for a broker that lost its state
+
+    # ------------------------------------------------------------------------------------------------- deciding
+
+    async def follow(self) -> None:
+        """Handle the slots, the bundle on trial, the inbox and the rollout, until cancelled.
+
+        Without a broker, this alone runs. The slots are repaired first, while the bundle in memory stays in service.
+        """
+        mended_at = -MEND_S
+        while True:
+            self._news.clear()
+            try:
+                if time.monotonic() - mended_at >= MEND_S:
+                    mended_at = time.monotonic()
+                    await asyncio.to_thread(self._slots.mend)
+                pause_s = await self._step()
+            except (FedgeError, OSError) as error:  # may be repaired later; the bundle in memory stays in service
+                log.error("event=step_failed reason=%r", str(error))  # noqa: TRY400 - the text is all
+                pause_s = LOOK_S
+            if pause_s > 0 and not self._news.is_set():
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(pause_s):
+                        await self._news.wait()
+
+    async def _step(self) -> float:
+        """Take the next step; returns the time until the next check, unless a rollout arrives earlier."""
+        rollout, inbox = self._rollout, self._inbox()
+        situation = self._situation(rollout, inbox)
+        match decide(situation):
+            case Do.GO_BACK:
+                assert rollout is not None
+                await self._go_back(rollout)
+            case Do.SETTLE:
+                await asyncio.to_thread(self._answering.settle)
+                self._tell()
+                if self._answering.no_way_back:
+                    return LOOK_S
+                return TRIAL_S if self._slots.state.trial is not None else 0.0
+            case Do.INSTALL:
+                assert rollout is not None
+                await self._install(rollout)
+            case Do.TAKE_IN:
+                assert inbox is not None
+                await self._take_in(inbox)
+            case Do.NOTHING:
+                self._tell()
+                left = self._retry_at - time.monotonic()
+                return min(max(left, 0.01), LOOK_S) if situation.waiting else LOOK_S
+        return 0.0
+
+    def _situation(self, rollout: Rollout | None, inbox: Path | None) -> Situation:
+        state = self._slots.state
+        always = Situation(
+            running=self._answering.runtime.digest,
+            on_trial=state.trial is not None,
+            inbox=inbox is not None,
+            worse=self._answering.worse != "",
+            stuck=self._answering.no_way_back,
+        )
+        if rollout is None:
+            return always
+        digest, claim = announced(rollout), announcement(rollout)
+        judged = "missing: the rollout does not name its manifest" if digest is None else too_much(rollout.metadata)
+        if not judged and rollout.release < state.highest_release:
+            judged = f"rollback: release {rollout.release} is older than {state.highest_release}, which ran here"
+        if not judged and self._judged is not None and self._judged.holds_for(claim):
+            judged = self._judged.reason
+        failed = self._failed[1] if self._failed is not None and self._failed[0] == claim else ""
+        return msgspec.structs.replace(
+            always,
+            state=rollout.state,
+            takes_part=takes_part(rollout, self._id),
+            announced=digest,
+            refused=None if digest is None else state.refused.get(digest),
+            switched=self._outcome.rollout is not None and self._outcome.switched and self._outcome.digest == digest,
+            judged=judged or None,
+            failed=failed,
+            waiting=failed != "" and time.monotonic() < self._retry_at,
+            no_way_back=self._no_way_back == rollout.id,
+        )
+
+    def _inbox(self) -> Path | None:
+        """The newest inbox bundle that is newer than the one in service and was not refused."""
+        runtime = self._answering.runtime
+        known = {*self._slots.state.refused, runtime.digest}
+        damaged = {folder for folder, seen in self._damaged.items() if versions_in(folder) == seen}
+        return newest_in_inbox(self._home, runtime.manifest.release, known, damaged)
+
+    def _wanted(self, rollout: Rollout) -> bool:
+        """Whether the work begun for this rollout is still wanted."""
+        now = self._rollout
+        return (
+            now is not None
+            and now.id == rollout.id
+            and now.state in INSTALLING
+            and takes_part(now, self._id)
+            and announcement(now) == announcement(rollout)
+        )
+
+    # ------------------------------------------------------------------------------------------------- doing
+
+    async def _go_back(self, rollout: Rollout) -> None:
+        await asyncio.to_thread(self._answering.give_up, f"aborted: rollout {rollout.id}")
+        if self._answering.runtime.digest == announced(rollout):
+            self._no_way_back = rollout.id
+        self._tell()
+
+    async def _install(self, rollout: Rollout) -> None:
+        """Take an announcement to the trial, or to the reason for refusal."""
+        self._fetching = True
+        self._tell()
+        try:
+            manifest = await self._while_wanted(rollout, self._verified(rollout))
+            if manifest is not None:
+                self._fetching = False
+                await self._try(manifest, rollout)
+        except UpdateRejected as error:
+            if str(error).startswith("clock"):  # the clock can be set
+                self._failure(rollout, error)
+            else:
+                self._judged = Judgement(announcement=announcement(rollout), reason=str(error), at=time.time())
+                log.warning(
+                    "event=release_refused rollout=%s target=%s reason=%r", rollout.id, rollout.target, str(error)
+                )
+        except (ProtocolError, StoreError, TransportError, ConfigError, OSError) as error:
+            self._failure(rollout, error)
+        else:
+            self._failed, self._n_failures, self._retry_at = None, 0, 0.0
+        finally:
+            self._fetching = False
+            self._tell()
+
+    def _failure(self, rollout: Rollout, error: Exception) -> None:
+        claim = announcement(rollout)
+        again = self._failed is not None and self._failed[0] == claim
+        self._n_failures = self._n_failures + 1 if again else 1
+        pause = retry_s(self._n_failures, random.SystemRandom().random())
+        self._retry_at = time.monotonic() + pause
+        reason = str(error) or "time-out: nobody sends the rest of a file"
+        self._failed = (claim, reason)
+        log.warning("event=release_failed rollout=%s again_in_s=%.0f reason=%r", rollout.id, pause, reason)
+
+    async def _while_wanted(self, rollout: Rollout, work: Coroutine[Any, Any, bytes | None]) -> bytes | None:
+        """The work's result; None as soon as a new rollout, a pause or an end of this one arrives.
+
+        Also None if labelled samples turn against the bundle in service: that is handled first, then the work is
+        repeated.
+        """
+        task = asyncio.ensure_future(work)
+        try:
+            while not task.done() and self._wanted(rollout) and not self._answering.worse:
+                self._news.clear()
+                news = asyncio.ensure_future(self._news.wait())
+                await asyncio.wait({task, news}, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+                news.cancel()
+            return task.result() if task.done() else None
+        finally:
+            task.cancel()
+            await asyncio.wait({task})
+
+    async def _verified(self, rollout: Rollout) -> bytes | None:
+        """Verify the metadata and fetch missing parts; returns the manifest. None: the bundle is refused."""
+        self._forget_others(rollout)
+        files: dict[str, bytes] = {}
+        try:
+            for name, ref in rollout.metadata.items():
+                files[name] = (await self._fetch(self._metadata, ref, METADATA_S)).read_bytes()
+        finally:
+            for ref in rollout.metadata.values():
+                self._received.remove(ref.digest)
+        data = await asyncio.to_thread(self._trusted, files, rollout.target)
+        digest = digest_of(data)
+        if digest != announced(rollout):
+            raise UpdateRejected(f"mix-and-match: the metadata sign the manifest {digest}, the rollout names another")
+        manifest = self._fit(data, digest)
+        if manifest is None:
+            return None
+        missing = await asyncio.to_thread(self._slots.lacks, manifest)
+        self._require_room(sum(size for _, size in missing), sum(part.size_bytes for part in manifest.files.values()))
+        for missed, size in missing:
+            await self._fetch(self._parts, BlobRef(digest=missed, size_bytes=size), FETCH_S)
+        return data
+
+    def _forget_others(self, rollout: Rollout) -> None:
+        """Drop what was begun for other announcements, which may be frequent."""
+        named = {ref.digest for ref in rollout.metadata.values()}
+        for path in self._received.path("").iterdir():
+            if path.name.partition(".")[0] not in named:
+                path.unlink(missing_ok=True)
+
+    def _trusted(self, files: dict[str, bytes], target: str) -> bytes:
+        from deploy.updates.trust import Trust
+
+        with self._trusting:  # a cancelled one may still be running
+            return Trust(self._home).manifest(files, target)
+
+    async def _fetch(self, receiver: Receiver, ref: BlobRef, within_s: float) -> Path:
+        async with asyncio.timeout(within_s):
+            return await receiver.fetch(
+                ref,
+                chunks=self._topics.model_chunk(ref.digest),
+                wants=self._topics.agent(self._id, "release-wants"),
+                device_id=self._id,
+                patience_s=METADATA_S,
+            )
+
+    def _fit(self, data: bytes, digest: str) -> Manifest | None:
+        """Parse a genuine manifest. If this device cannot run it, refuse it for good and return None."""
+        try:
+            manifest = decode_manifest(data)
+        except UpdateRejected as error:
+            self._refuse(digest, f"schema: {error}")
+            return None
+        mine = self._answering.runtime.task
+        if manifest.task.fingerprint() != mine.fingerprint():
+            self._refuse(digest, f"task: the release is for {manifest.task.name}, this device does {mine.name}")
+            return None
+        with failing_as(UpdateRejected, "rollback", on=UpdateRejected):
+            self._slots.may_take(manifest, digest)
+        return manifest
+
+    def _require_room(self, fetched_bytes: int, staged_bytes: int) -> None:
+        """Check for room for the download and for a separate slot beside the one it replaces."""
+        if fetched_bytes > MAX_RELEASE_BYTES:
+            raise UpdateRejected(f"oversized: parts of {fetched_bytes} bytes, at most {MAX_RELEASE_BYTES} allowed")
+        free = shutil.disk_usage(self._home).free
+        if fetched_bytes + staged_bytes + SPARE_DISK_BYTES > free:
+            raise StoreError(
+                f"disk: {fetched_bytes} bytes are to be fetched and {staged_bytes} copied, {free} are free"
+            )
+
+    async def _take_in(self, folder: Path) -> None:
+        """Try a bundle from the inbox. A damaged one is ignored until it changes."""
+        seen = versions_in(folder)
+        try:
+            bundle = await asyncio.to_thread(read, folder)
+        except (UpdateRejected, OSError) as error:
+            log.warning("event=inbox_damaged folder=%s reason=%r", folder, str(error))
+            self._damaged[folder] = seen
+            return
+        data = (folder / MANIFEST).read_bytes()
+        try:
+            if self._fit(data, bundle.digest) is not None:
+                await self._try(data, None, folder)
+        except UpdateRejected as error:
+            self._refuse(bundle.digest, str(error))
+        self._tell()
+
+    async def _try(self, data: bytes, rollout: Rollout | None, folder: Path | None = None) -> None:
+        """Stage, examine, switch; all parts are in the store, or in a folder."""
+        digest = digest_of(data)
+        try:
+            await asyncio.to_thread(self._slots.stage, data, folder)
+        except UpdateRejected as error:
+            self._refuse(digest, f"malformed: {error}")
+            return
+        found = await asyncio.to_thread(
+            examine, self._slots.running, self._slots.staged, self._home, self._answering.limits, self._answering.how
+        )
+        fit = not found.reason
+        signed = self._outcome.signed
+        if rollout is not None:
+            signed = (digest, *(known for known in signed if known != digest))[:REMEMBERED]
+        if fit and rollout is not None and not self._wanted(rollout):
+            return
+        self._note(
+            Outcome(
+                rollout=None if rollout is None else rollout.id,
+                digest=digest,
+                switched=fit,
+                against=self._answering.runtime.digest,
+                before=found.before,
+                now=found.now,
+                signed=signed,
+            )
+        )
+        if not fit:
+            self._refuse(digest, found.reason)
+            return
+        await asyncio.to_thread(self._slots.switch, None if rollout is None else rollout.id)
+        try:
+            await asyncio.to_thread(self._answering.swap, found.before)
+        except FedgeError as error:  # the previous one stays in service
+            log.warning("event=switch_failed bundle=%s reason=%r", digest, str(error))
+        self._tell()
+
+    def _refuse(self, digest: str, reason: str) -> None:
+        log.warning("event=bundle_refused bundle=%s reason=%r", digest, reason)
+        self._slots.refuse(digest, reason)
+
+    def _note(self, outcome: Outcome) -> None:
+        write_atomically(self._home / "outcome.json", msgspec.json.encode(outcome))
+        self._outcome = outcome
+
+    # ------------------------------------------------------------------------------------------------- outwards
+
+    def _tell(self) -> None:
+        health = self._now()
+        said = self._health
+        self._health = health
+        if said is None or _lasting(said) != _lasting(health):
+            log.info("event=health phase=%s release=%d reason=%r", health.phase, health.release, health.reason)
+            self._unsaid.set()
+
+    def _now(self) -> Health:
+        rollout, runtime = self._rollout, self._answering.runtime
+        situation = self._situation(rollout, None)
+        phase, reason = phase_of(situation)
+        if self._fetching:
+            phase, reason = Phase.FETCHING, ""
+        concerned = rollout is not None and (situation.takes_part or situation.announced == situation.running)
+        outcome = self._outcome
+        signed = {*outcome.signed, situation.announced}
+        by_rollout = runtime.digest in signed
+        measured = outcome.digest == (situation.announced if concerned else situation.running)
+        return Health(
+            device_id=self._id,
+            at=time.time(),
+            phase=phase,
+            release=runtime.manifest.release,
+            bundle_digest=runtime.digest if by_rollout else None,
+            rollout=rollout.id if concerned and rollout is not None else outcome.rollout,
+            reason=(reason or self._distrusted)[:1000],
+            before=outcome.before if measured and outcome.against in signed else None,
+            now=outcome.now if measured and outcome.digest in signed else None,
+            temperature_c=temperature_c(),
+            n_predictions=self._answering.n_predictions,
+            n_failed=self._answering.n_failed,
+            drift=self._answering.drifted,
+            outliers=self._answering.outliers if by_rollout else None,
+        )
+
+    async def report(self) -> None:
+        """Publish the device's health as `follow` finds it, and repeat it from time to time, until cancelled."""
+        topic = self._topics.agent(self._id, "health")
+        while True:
+            try:
+                async with asyncio.timeout(HEALTH_S):
+                    await self._unsaid.wait()
+            except TimeoutError:
+                self._health = self._now()
+            self._unsaid.clear()
+            if self._health is not None:
+                try:
+                    health = without_figures(self._rules, self._home).stripped(self._health)
+                    await self._transport.publish(topic, self._signed.seal(topic, encode(health)), retain=True)
+                except WithheldError:
+                    log.info("event=withheld topic=%s", topic)
+                except (TransportError, StoreError) as error:
+                    log.error("event=publish_refused topic=%s reason=%r", topic, str(error))  # noqa: TRY400
+
+
+def _lasting(health: Health) -> Health:
+    """The part of it whose change deserves a message."""
+    return msgspec.structs.replace(health, at=0.0, temperature_c=None, n_predictions=0, n_failed=0, outliers=None)
+
+
+def _read_outcome(home: Path) -> Outcome:
+    with contextlib.suppress(StoreError):  # nothing can be written here; it answers all the same
+        return read_kept(home / "outcome.json", msgspec.json.Decoder(Outcome).decode) or Outcome()
+    return Outcome()

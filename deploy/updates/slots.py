@@ -1,0 +1,439 @@
+"""Two bundle slots, one in service: switching is one atomic write, and the last good bundle is always there.
+
+    HOME/slot-a, slot-b      bundle folders without shared bytes: damage to one file harms only one of them
+    HOME/slots.json          `State`: which slot is in service, which is good, what is on trial
+    HOME/parts/<sha256>      received files of a bundle that is not staged yet
+
+A new bundle is staged into the idle slot, verified there, and put into service on trial. Once confirmed it is the good
+one; until then the other slot is left alone. After any interruption, `slots.json` is the old one or the new one, and
+the slots that it names are intact, since a slot is written only while nothing names it.
+
+Disks fail, too: a damaged slot gives way to the other one and is repaired from it (`Slots.mend`), and damage on this
+disk is never mistaken for a bad release.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import logging
+import shutil
+from collections.abc import Container, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Final, Literal, get_args
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+from fedge.bundle.manifest import MANIFEST, Bundle, Manifest, Part, decode, digest_in, holds, look, read
+from fedge.errors import MALFORMED, StoreError, UpdateRejected, failing_as
+from fedge.system.files import (
+    BlobFolder,
+    InUseError,
+    copy_durably,
+    exclusive,
+    make_folder,
+    read_lasting,
+    reading,
+    remove_unfinished,
+    require_utf8,
+    whole_folder,
+    write_atomically,
+)
+from fedge.wire.messages import Count, Digest
+
+log = logging.getLogger("fedge.deploy")
+
+MAX_STARTS: Final = 3
+"""Processes that may run a bundle on trial; with the next one it has failed."""
+MAX_REFUSED: Final = 100
+"""Refused bundles that are remembered, the oldest forgotten first."""
+
+Slot = Literal["a", "b"]
+
+
+class Trial(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The running bundle has yet to prove itself. `starts`: number of processes that ran it, 0 before its service."""
+
+    rollout: str | None
+    starts: Count = 0
+
+
+class State(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Content of slots.json. `good` differs from `running` exactly while something is on trial."""
+
+    running: Slot | None = None
+    good: Slot | None = None
+    trial: Trial | None = None
+    highest_release: Count = 0
+    refused: dict[Digest, str] = {}
+
+
+def slot_in(home: Path, slot: Slot) -> Path:
+    """A slot's folder; that of fedge 0.1 while it could not be moved."""
+    folder, before = home / f"slot-{slot}", home / "slots" / slot
+    return before if before.is_dir() and not folder.exists() else folder
+
+
+@contextmanager
+def owned(home: Path) -> Iterator[Slots]:
+    """Exclusive use of a device's bundles; the kernel releases them however the process ends.
+
+    Raises:
+        InUseError: another process uses them.
+        ConfigError: the folder's name is not UTF-8.
+        StoreError: the folder cannot be read or written.
+    """
+    require_utf8(home)
+    make_folder(home)
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(exclusive(home))  # a lock file might be lost, or read-only
+        except BlockingIOError:
+            raise InUseError(
+                f"another process uses {home}: stop `fedge serve` or `fedge install` there first"
+            ) from None
+        except OSError as error:
+            raise StoreError(f"cannot open {home}: {error}") from error
+        yield Slots(home)
+
+
+def state_of(home: Path) -> State:
+    """The state last written by the process that owns the bundles.
+
+    Raises:
+        StoreError: it cannot be read.
+    """
+    return read_lasting(home / "slots.json", msgspec.json.Decoder(State).decode) or State()
+
+
+def newest_in_inbox(home: Path, above: int, known: Container[str], damaged: Container[Path] = ()) -> Path | None:
+    """The highest-numbered folder in HOME/bundles above this number whose bundle is neither known nor damaged."""
+    bundles = home / "bundles"
+    numbers = {int(path.name) for path in bundles.glob("[0-9]*") if path.name.isdecimal()}
+    for number in sorted(numbers, reverse=True):
+        folder = bundles / str(number)
+        if number <= above:
+            return None
+        if folder in damaged:
+            continue
+        try:
+            digest = digest_in(folder)
+        except OSError:
+            continue
+        if digest not in known:
+            return folder
+    return None
+
+
+class Slots:
+    """The bundles of one device. Only the process that has them `owned` may change them."""
+
+    def __init__(self, home: Path) -> None:
+        """Open or create the folder; remove leftovers of a crash if the disk is writable."""
+        self._home = home
+        self._file = home / "slots.json"
+        with contextlib.suppress(OSError):  # later writes report the error
+            home.mkdir(parents=True, exist_ok=True)
+            self._tidy_up()
+        self.state = self._load()
+
+    def _tidy_up(self) -> None:
+        remove_unfinished(self._home)
+        mine = [path for name in ("slots", "outcome", "root") for path in self._home.glob(f".tmp-{name}.json-*")]
+        for left in (*mine, *(self._home / "parts").glob(".tmp-*"), *self._home.glob("slot-?/.tmp-*")):
+            left.unlink(missing_ok=True)
+        for slot in get_args(Slot):
+            folder = self._home / f"slot-{slot}"
+            if (before := self._folder(slot)) != folder:
+                before.rename(folder)
+        shutil.rmtree(self._home / "slots", ignore_errors=True)
+
+    # ------------------------------------------------------------------------------------------------- reading
+
+    @property
+    def parts(self) -> BlobFolder:
+        """The folder for a bundle's fetched files until it is confirmed.
+
+        Raises:
+            OSError: the folder cannot be made.
+        """
+        return BlobFolder(self._home / "parts")
+
+    @property
+    def running(self) -> Path | None:
+        """Folder of the bundle in service; None before the first."""
+        return None if self.state.running is None else self._folder(self.state.running)
+
+    @property
+    def good(self) -> Path | None:
+        """Folder of the last bundle that has proved itself; None before the first."""
+        return None if self.state.good is None else self._folder(self.state.good)
+
+    @property
+    def staged(self) -> Path:
+        """Folder of the idle slot, with the staged bundle, the previous one, or nothing."""
+        return self._folder(self._idle)
+
+    def lacks(self, manifest: Manifest) -> list[tuple[str, int]]:
+        """Digest and size of the graphs and parts of which no intact copy is on the device, in order, each once.
+
+        Everything present is hashed; a damaged file in the store is removed, so that it can be fetched again.
+        """
+        missing: dict[str, int] = {}
+        for name, part in manifest.files.items():
+            if not any(holds(path, part) for path in self._sources(name, part)):
+                with contextlib.suppress(OSError):
+                    self.parts.remove(part.digest)
+                missing[part.digest] = part.size_bytes
+        return list(missing.items())
+
+    def may_take(self, manifest: Manifest, digest: str) -> None:
+        """Refuse a bundle that was refused before or is older than what was run.
+
+        Raises:
+            UpdateRejected: so it is; the text says why.
+        """
+        if digest in self.state.refused:
+            raise UpdateRejected(f"release {manifest.release} was refused before: {self.state.refused[digest]}")
+        if manifest.release < self.state.highest_release:
+            raise UpdateRejected(
+                f"release {manifest.release} is older than {self.state.highest_release}, which was installed before"
+            )
+
+    # ------------------------------------------------------------------------------------------------- changing
+
+    def boot(self) -> Path | None:
+        """Begin a process; returns the folder that it should load.
+
+        A trial during which too many processes died is given up. If that cannot be counted, the good bundle serves.
+        """
+        trial = self.state.trial
+        if trial is not None:
+            try:
+                if trial.starts >= MAX_STARTS:
+                    self.roll_back(f"{trial.starts} processes that ran it died")
+                else:
+                    self.started()
+            except StoreError as error:
+                log.error("event=trial_suspended reason=%r", str(error))  # noqa: TRY400 - the text is all
+                good = self.state.good or self.state.running
+                self.state = replace(self.state, running=good, good=good, trial=None)
+        return self.running
+
+    def started(self) -> None:
+        """Record that this process runs the bundle on trial."""
+        trial = self.state.trial
+        assert trial is not None
+        self._save(replace(self.state, trial=replace(trial, starts=trial.starts + 1)))
+
+    def stage(self, manifest: bytes, folder: Path | None = None) -> Bundle:
+        """Build the idle slot from copies of files on the device, and verify it. The bundle in service is not touched.
+
+        `folder`: a further place for its files, besides the store and the slots.
+
+        Raises:
+            UpdateRejected: the manifest is malformed, or a file that matches it.
+            StoreError: a file is missing or damaged, a bundle is on trial, or the disk is full or broken.
+        """
+        if self.state.trial is not None:
+            raise StoreError("a bundle is on trial: confirm it or roll it back first")
+        return self._build(self._idle, manifest, folder)
+
+    def switch(self, rollout: str | None = None) -> None:
+        """Put the staged bundle into service, on trial.
+
+        Raises:
+            UpdateRejected: the slot holds no bundle.
+            StoreError: it cannot be written.
+        """
+        manifest, _ = look(self.staged)
+        highest = max(manifest.release, self.state.highest_release)
+        self._save(replace(self.state, running=self._idle, trial=Trial(rollout=rollout), highest_release=highest))
+
+    def confirm(self) -> None:
+        """Make the bundle on trial the good one."""
+        if self.state.trial is not None:
+            self._save(replace(self.state, good=self.state.running, trial=None))
+            for left in (self._home / "parts").glob("*"):  # the slots have their own files
+                with contextlib.suppress(OSError):
+                    left.unlink()
+
+    def mend(self) -> None:
+        """Check that both slots are intact and share no bytes, unless one is on trial; replace damaged files.
+
+        An intact copy from anywhere on the device will do; a slot that lacks a file for good becomes a copy of the
+        other.
+
+        Raises:
+            StoreError: the disk is full or broken.
+        """
+        if self.state.trial is not None or self.running is None:
+            return
+        for slot in (self.state.running, self._idle):
+            assert slot is not None
+            if not _is_whole(self._folder(slot)) or _shares(self._folder(slot)):
+                self._mend(slot)
+
+    def roll_back(self, reason: str, *, lasting: bool = True) -> None:
+        """Give up the bundle on trial for the last good one, and remember it as refused.
+
+        A damaged bundle is not refused: that is this disk's fault, and it may be fetched again. `lasting`: as for
+        `go_back`.
+        """
+        if self.state.trial is None:
+            return
+        failed = self.running
+        assert failed is not None
+        refused = self.state.refused
+        if _is_whole(failed):
+            digest = digest_in(failed)
+            log.warning("event=rolled_back bundle=%s reason=%r", digest, reason)
+            refused = _remembered(refused, digest, reason)
+        else:
+            log.warning("event=damaged slot=%s reason=%r", failed, reason)
+        self._save(replace(self.state, running=self.state.good, trial=None, refused=refused), lasting=lasting)
+
+    def go_back(self, reason: str, *, lasting: bool = True) -> Path:
+        """Put the previous bundle into service, even after the running one was confirmed; returns its folder.
+
+        Args:
+            reason: for the log and for later attempts to install the bundle.
+            lasting: whether this must be written; if not, it holds at least for this process.
+
+        Raises:
+            StoreError: there is no other bundle, it is not intact, or the change cannot be written.
+        """
+        if self.running is None or (self.state.trial is not None and self.state.good is None):
+            raise StoreError("there is no bundle to go back to")
+        with failing_as(StoreError, "there is no bundle to go back to", on=(UpdateRejected, OSError)):
+            other = read(self.staged)
+        if self.state.trial is None:
+            if _is_whole(self.running) and digest_in(self.running) == other.digest:
+                raise StoreError("there is no bundle to go back to: both slots hold the same")
+            if other.digest in self.state.refused:
+                raise StoreError(f"the only bundle to go back to was refused: {self.state.refused[other.digest]}")
+            self._save(replace(self.state, good=self._idle, trial=Trial(rollout=None)), lasting=lasting)
+        self.roll_back(reason, lasting=lasting)
+        folder = self.running
+        assert folder is not None
+        return folder
+
+    def refuse(self, digest: str, reason: str) -> None:
+        """Remember a bundle that must not be tried again."""
+        self._save(replace(self.state, refused=_remembered(self.state.refused, digest, reason)))
+
+    # ------------------------------------------------------------------------------------------------- within
+
+    @property
+    def _idle(self) -> Slot:
+        return "b" if self.state.running == "a" else "a"
+
+    def _folder(self, slot: Slot) -> Path:
+        return slot_in(self._home, slot)
+
+    def _sources(self, name: str, part: Part, folder: Path | None = None) -> Iterator[Path]:
+        """Possible places of a bundle's file on this device."""
+        if folder is not None:
+            yield folder / name
+        yield self._home / "parts" / part.digest
+        for slot in get_args(Slot):
+            yield self._folder(slot) / name
+
+    def _build(self, slot: Slot, manifest: bytes, folder: Path | None = None) -> Bundle:
+        """Replace a slot with a bundle; all bytes are copied."""
+        target = self._folder(slot)
+        parsed = decode(manifest)
+        try:
+            with nullcontext() if folder is None else reading(folder), whole_folder(target) as unfinished:
+                write_atomically(unfinished / MANIFEST, manifest)
+                for name, part in parsed.files.items():
+                    _copy(self._sources(name, part, folder), part, unfinished / name)
+                bundle = read(unfinished, again=True)
+        except OSError as error:
+            raise StoreError(f"cannot write {target}: {error}") from error
+        return dataclasses.replace(bundle, folder=target)
+
+    def _mend(self, slot: Slot) -> None:
+        """Rebuild a slot with its own bundle or else the other one; one that never was gets a copy of the other."""
+        folder = self._folder(slot)
+        existed = folder.exists()
+        other = self.running if slot == self._idle else self.staged
+        assert other is not None
+        try:
+            self._build(slot, (folder / MANIFEST).read_bytes())
+        except (UpdateRejected, StoreError, OSError) as error:
+            try:
+                self._build(slot, (other / MANIFEST).read_bytes())
+            except (UpdateRejected, OSError) as lost:
+                raise StoreError(f"{folder} cannot be mended: {error}") from lost
+        if existed:
+            log.warning("event=slot_mended slot=%s", folder)
+        else:
+            log.info("event=slot_filled slot=%s", folder)
+
+    def _load(self) -> State:
+        """The state on disk or, if lost or unreadable, one that runs the newest intact bundle."""
+        try:
+            return msgspec.json.decode(self._file.read_bytes(), type=State)
+        except (OSError, *MALFORMED) as error:
+            reason = str(error)
+        whole: dict[int, Slot] = {}
+        for slot in get_args(Slot):
+            with contextlib.suppress(UpdateRejected, OSError):
+                whole.setdefault(read(self._folder(slot)).manifest.release, slot)
+        if not whole:
+            return State()
+        log.error("event=state_lost file=%s reason=%r", self._file, reason)
+        newest = max(whole)
+        self.state = State()
+        self._save(State(running=whole[newest], good=whole[newest], highest_release=newest), lasting=False)
+        return self.state
+
+    def _save(self, state: State, *, lasting: bool = True) -> None:
+        """Write the state; if not `lasting` and that fails, it still holds for this process."""
+        try:
+            if self._file.is_dir():  # left by a damaged disk
+                shutil.rmtree(self._file, ignore_errors=True)
+            write_atomically(self._file, msgspec.json.format(msgspec.json.encode(state), indent=2))
+        except StoreError as error:
+            if lasting:
+                raise
+            log.error("event=state_not_kept reason=%r", str(error))  # noqa: TRY400 - the text is all
+        self.state = state
+
+
+def _remembered(refused: dict[str, str], digest: str, reason: str) -> dict[str, str]:
+    others = {known: why for known, why in refused.items() if known != digest}
+    return dict([*others.items(), (digest, reason[:200])][-MAX_REFUSED:])
+
+
+def _copy(sources: Iterable[Path], part: Part, target: Path) -> None:
+    """Copy a file from the first intact source."""
+    for source in sources:
+        try:
+            if source.lstat().st_size == part.size_bytes and copy_durably(source, target) == part.digest:
+                return
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EROFS}:
+                raise
+            log.warning("event=not_copied file=%s reason=%r", source, str(error))
+    raise StoreError(f"part {part.digest} is missing or damaged")
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        read(folder)
+    except (UpdateRejected, OSError):
+        return False
+    return True
+
+
+def _shares(folder: Path) -> bool:
+    """Whether a file of a slot is hard-linked, as in fedge 0.1, so that a change elsewhere would change it here."""
+    return any(path.lstat().st_nlink > 1 for path in folder.iterdir())

@@ -1,0 +1,1 @@
+"""The room edge_agent.agent."""

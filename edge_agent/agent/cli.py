@@ -1,0 +1,144 @@
+"""`fedge agent`: take part in a federation with the data of this device."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import click
+
+from edge_agent.agent.settings import AgentSettings
+from fedge.errors import ConfigError
+from fedge.privacy.egress import Rules, rules_of
+from fedge.settings import resolve, settings_options
+from fedge.system.background import STOP_S, on_signal
+from fedge.system.help import Command, json_lines
+from fedge.system.logs import bind
+from fedge.system.processor import Processor
+from fedge.system.stopping import INTERRUPTED
+
+if TYPE_CHECKING:
+    from edge_agent.agent.loop import Agent
+    from fedge.data.task import TaskSpec
+
+log = logging.getLogger("fedge.agent")
+
+
+@click.command(cls=Command)
+@settings_options(AgentSettings, "agent")
+@json_lines("event")
+def agent(config: Path | None, as_json: bool, **flags: object) -> int:
+    """Take part in a federation with the data of this device, until Ctrl-C or SIGTERM.
+
+    Raw samples, labels, samples marked sensitive and the private model never leave the device. Its owner says in
+    HOME/egress.toml what else may leave; `fedge egress` shows what did (docs/privacy.md). An agent that was killed
+    continues where it was, if it has the same --home. Without torch, or with --inference-only, it trains nothing and
+    needs no labels. Methods with a global model (fedge, fedavg, ...) then send that as a finished bundle, and fedcoe
+    sends one for its samples.
+
+    Examples:
+      fedge agent --broker server:1883 --federation shop --id cam1 --home cam1 --task digits --data cam1.npz
+      fedge agent --config raspberry_pi.toml --id cam3 --inference-only
+      fedge agent --config raspberry_pi.toml --max-temperature-c 70 --json
+
+    Exit codes: 2 wrong configuration, 3 the broker refuses us, 4 the disk is full or broken, 130 stopped.
+    """
+    settings = resolve(AgentSettings, "agent", config, flags)
+    rules = rules_of(settings.home, settings.egress, config)
+    bind(federation=settings.federation, device=settings.id)
+    try:
+        asyncio.run(_run(build(settings, rules, _observer(as_json))))
+    finally:
+        click.echo("", nl=sys.stdout.isatty() and not as_json)
+    return INTERRUPTED
+
+
+def build(settings: AgentSettings, rules: Rules, observe: Callable[[str, dict[str, object]], None]) -> Agent:
+    """Make the agent described by the settings; reads its data, without torch.
+
+    Raises:
+        ConfigError: the task, the data or an address is wrong, or there is no such GPU.
+    """
+    from edge_agent.agent.loop import Agent, Identity, Limits
+    from edge_agent.agent.workplace import Workplace
+    from fedge.steps.training.train_dp import weak_delta
+
+    task, steps = settings.spec(), settings.known_steps()
+    if settings.train_on is Processor.CUDA and not settings.trains:
+        raise ConfigError("train_on is cuda, but this agent trains nothing: install torch, without --inference-only")
+    if settings.max_epsilon is not None and settings.trains and find_spec("opacus") is None:
+        raise ConfigError("max_epsilon needs Opacus to count with: pip install 'fedge[privacy]'")
+    n_shared, digest = _look_at_samples(settings, task)
+    if settings.max_epsilon is not None and (weak := weak_delta(settings.delta, n_shared)):
+        raise ConfigError(f"--{weak}")
+    identity = Identity(settings.id, settings.federation, task, n_shared, settings.trains, steps)
+    limits = Limits(settings.min_free_ram_gb, settings.max_temperature_c, settings.min_battery)
+    return Agent(
+        identity,
+        settings.at(settings.broker, keepalive_s=settings.keepalive_s),
+        settings.home,
+        lambda: Workplace(settings, digest),
+        limits=limits,
+        context_interval_s=settings.context_interval_s,
+        rules=rules,
+        observe=observe,
+    )
+
+
+def _look_at_samples(settings: AgentSettings, task: TaskSpec) -> tuple[int, str]:
+    """How many samples there are for updates, and the digest of all; the runtime gets those for validation.
+
+    Raises:
+        ConfigError: they cannot be read, or there is no such GPU.
+    """
+    from edge_agent.agent.workplace import samples
+    from fedge.data.validation import Validation
+    from fedge.system import child
+
+    if settings.train_on is Processor.CUDA:
+        child.call("edge_agent.agent.workplace:require_processor", settings.train_on, returns=type(None))
+    data = samples(settings, task)
+    n, classes = len(data.x_train), ", ".join(task.classes)
+    log.info("event=samples task=%s n=%d validation=%d classes=%r", task.name, n, len(data.x_val), classes)
+    if not settings.trains:
+        return 0, data.digest()
+    Validation(data.x_val, data.y_val, data.sensitive_val).save(settings.home)
+    return data.n_shared, data.digest()
+
+
+async def _run(agent: Agent) -> None:
+    on_signal(agent.stop, within_s=STOP_S)
+    await agent.run()
+
+
+def _observer(as_json: bool) -> Callable[[str, dict[str, object]], None]:
+    from edge_agent.agent.loop import ignore_event
+
+    if as_json:
+        return lambda event, fields: click.echo(json.dumps({"event": event, **fields}))
+    return Progress().observe if sys.stdout.isatty() else ignore_event
+
+
+class Progress:
+    """A status line that shows what the device is doing."""
+
+    def __init__(self) -> None:
+        self._counts = {"order_done": 0, "report_acked": 0, "refused": 0}
+        self._doing = "connecting"
+
+    def observe(self, event: str, fields: dict[str, object]) -> None:
+        """Redraw the line."""
+        if event in self._counts:
+            self._counts[event] += 1 + cast(int, fields.get("untold", 0))
+        if event == "order_started":
+            self._doing = f"round {fields['round']}: {fields['step']}"
+        elif event in {"online", "order_done", "stopping", "sleeping"}:
+            self._doing = "waiting for orders" if event in {"online", "order_done"} else event
+        done, acked, refused = self._counts.values()
+        click.echo(f"\r\x1b[2K{self._doing} | done {done}, acknowledged {acked}, refused {refused}", nl=False)

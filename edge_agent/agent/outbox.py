@@ -1,0 +1,238 @@
+"""What the agent must not lose, on disk: open orders, unacknowledged reports, ids of finished orders.
+
+    HOME/outbox/lock             held by the one agent that uses this folder
+    HOME/outbox/version          of the following: "2"; fedge 0.1 wrote none
+    HOME/outbox/orders/{id}      an order and its time of writing; kept until acknowledged or discarded
+    HOME/outbox/reports/{id}     its report; once this file is written, the work is done
+    HOME/outbox/blobs/{digest}   tensors named in reports; written before the report
+    HOME/outbox/acked            the last acknowledged ids with their verdict, oldest first; written before deletions
+
+Files are replaced atomically, and after each step `Outbox` can read the folder: leftovers of a kill -9 are removed at
+the next start. Unreadable files (a damaged disk) are dropped, too: the coordinator repeats an order until it has its
+report, so the work is repeated rather than lost.
+
+An order's time keeps running while no agent does. If the machine was off, nobody knows for how long: then half of the
+remaining time counts as gone. A coordinator that still wants the order gives it new time.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Final, Self, TypeVar
+
+import msgspec
+
+from edge_agent.agent.uptime import boot, uptime_s
+from fedge.errors import MALFORMED, ConfigError, ProtocolError, StoreError, failing_as
+from fedge.system.files import BlobFolder, locked, read_kept, write_atomically
+from fedge.wire.messages import Ack, Order, Report, blobs_of, decode, encode
+
+log = logging.getLogger("fedge.agent")
+
+VERSION: Final = 2
+"""Version of the folder, which is that of the messages in it."""
+
+
+class _Kept(msgspec.Struct, frozen=True):
+    """A stored order: the message, and its time of writing, with the boot whose clock was read."""
+
+    order: bytes
+    boot: str
+    at: float
+
+    def left(self, left_s: float) -> float:
+        """The part of the remaining time that is still left now."""
+        return left_s - (uptime_s() - self.at) if self.boot and self.boot == boot() else left_s / 2
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """How an order ended. reason: why the report was not accepted."""
+
+    order_id: str
+    accepted: bool
+    reason: str = ""
+
+
+T = TypeVar("T")
+_kept = msgspec.msgpack.Decoder(_Kept)
+_verdicts = msgspec.json.Decoder(list[Verdict])
+
+
+class Outbox:
+    """The folder above. One agent at a time may open it; all methods that write raise `StoreError` on failure.
+
+    It sets no bounds: `edge_agent.agent.session` bounds orders and acknowledged ids, and a report has at most one blob.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Open or create the folder, and clean up after a crash.
+
+        Raises:
+            ConfigError: another agent uses it, or it holds work of fedge 0.1.
+            StoreError: it cannot be read or written, or belongs to a newer fedge.
+        """
+        self._orders = folder / "orders"
+        self._reports = folder / "reports"
+        self._acked = folder / "acked"
+        self._lock = ExitStack()
+        self._lock.enter_context(locked(folder, f"another agent uses {folder}; give each agent its own --home"))
+        self._blob_lock = threading.Lock()
+        self._unreported: set[str] = set()
+        try:
+            _migrate(folder)
+            for part in (self._orders, self._reports):
+                part.mkdir(exist_ok=True)
+            self._blobs = BlobFolder(folder / "blobs")
+            self.verdicts = read_kept(self._acked, _verdicts.decode) or []
+            self._clean_up()
+        except (OSError, ConfigError, StoreError) as error:
+            self.close()
+            if isinstance(error, OSError):
+                raise StoreError(f"cannot open {folder}: {error}") from error
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Release the folder for another agent."""
+        self._lock.close()
+
+    # ------------------------------------------------------------------------------------------------------ reading
+
+    def orders(self) -> list[Order]:
+        """All open orders, oldest first; `left_s` counts from now, 0: none is left."""
+        paths = sorted(self._orders.iterdir(), key=lambda path: (path.stat().st_mtime_ns, path.name))
+        return [order for path in paths if (order := _read(path, _order, lambda order: order.id)) is not None]
+
+    def reports(self) -> list[Report]:
+        """The existing reports of open orders."""
+        return [
+            report
+            for path in sorted(self._reports.iterdir())
+            if (report := _read(path, _report, lambda report: report.order_id)) is not None
+        ]
+
+    def blob(self, digest: str) -> Path | None:
+        """The file of bytes named in a stored report; None for anything else."""
+        return self._blobs.path(digest) if digest in self._blobs else None
+
+    # ------------------------------------------------------------------------------------------------------ writing
+
+    def persist(self, order: Order) -> None:
+        """Write an order, or its extended time; `left_s` counts from now."""
+        kept = _Kept(encode(order), boot(), uptime_s())
+        write_atomically(self._orders / order.id, msgspec.msgpack.encode(kept))
+
+    def put_blob(self, digest: str, data: bytes) -> None:
+        """Write tensors for the next report, under their digest. May be called from another thread."""
+        with self._blob_lock:  # taken before the existence check, so that nobody deletes it afterwards
+            self._unreported.add(digest)
+        self._blobs.put_as(digest, data)
+
+    def keep(self, report: Report) -> None:
+        """Write a report, after its blobs. From now on the work is done and not repeated."""
+        write_atomically(self._reports / report.order_id, encode(report))
+        with self._blob_lock:
+            self._unreported -= {ref.digest for ref in blobs_of(report)}
+
+    def acknowledge(self, ack: Ack, *, remember: int) -> None:
+        """Remember a finished order (the last `remember` of them), then delete its files."""
+        verdicts = [*self.verdicts, Verdict(ack.order_id, ack.accepted, ack.reason)][-remember:]
+        write_atomically(self._acked, msgspec.json.encode(verdicts))
+        self.verdicts = verdicts
+        self.discard(ack.order_id)
+
+    def discard(self, order_id: str) -> None:
+        """Delete an order with its report and blobs. The report goes first: it must never exist without its order."""
+        with failing_as(StoreError, f"cannot delete order {order_id}"):
+            (self._reports / order_id).unlink(missing_ok=True)
+            (self._orders / order_id).unlink(missing_ok=True)
+            self._remove_stray_blobs()
+
+    # ----------------------------------------------------------------------------------------------------- cleaning
+
+    def _clean_up(self) -> None:
+        """Delete leftovers of a crash: half-written files, unfinished deletions, incomplete reports."""
+        over = {verdict.order_id for verdict in self.verdicts}
+        for folder in (self._acked.parent, self._orders, self._reports, self._acked.parent / "blobs"):
+            for path in folder.glob(".tmp-*"):
+                path.unlink()
+        for order in self.orders():
+            if order.id in over:
+                self.discard(order.id)
+            elif order.left_s > 0:
+                self.persist(order)  # each further restart of the machine halves the remaining time
+        open_orders = {order.id for order in self.orders()}
+        for report in self.reports():
+            if report.order_id not in open_orders or any(ref.digest not in self._blobs for ref in blobs_of(report)):
+                (self._reports / report.order_id).unlink()
+        self._remove_stray_blobs()
+
+    def _remove_stray_blobs(self) -> None:
+        named = {ref.digest for report in self.reports() for ref in blobs_of(report)}
+        with self._blob_lock:
+            for digest in set(self._blobs) - named - self._unreported:
+                self._blobs.remove(digest)
+
+
+def _order(data: bytes) -> Order:
+    try:
+        kept = _kept.decode(data)
+    except MALFORMED as error:
+        raise ProtocolError("malformed", str(error)) from error
+    order = decode(kept.order, Order)
+    return msgspec.structs.replace(order, left_s=min(max(kept.left(order.left_s), 0.0), order.left_s))
+
+
+def _report(data: bytes) -> Report:
+    return decode(data, Report)
+
+
+def _read(path: Path, parse: Callable[[bytes], T], name_of: Callable[[T], str]) -> T | None:
+    """Read a message; delete its file if the content does not match its name."""
+    try:
+        message = parse(path.read_bytes())
+        if name_of(message) == path.name:
+            return message
+        reason = f"holds {name_of(message)}"
+    except (ProtocolError, IsADirectoryError) as error:
+        reason = str(error)
+    log.warning("event=unreadable file=%s error=%s", path, reason)
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+    return None
+
+
+def _migrate(folder: Path) -> None:
+    """Upgrade the folder to this version, if nothing is lost.
+
+    Raises:
+        ConfigError: it holds orders or reports of fedge 0.1, which can no longer be read.
+        StoreError: the folder belongs to a newer fedge, or cannot be written.
+    """
+    file = folder / "version"
+    known = file.exists()
+    if found := read_kept(file, int):
+        if found != VERSION:
+            raise StoreError(f"{folder} has version {found}, this fedge knows {VERSION}: update fedge")
+        return
+    old = [*(folder / "orders").glob("[!.]*"), *(folder / "reports").glob("[!.]*")]
+    if old and not known:  # a damaged file of the version was ours: fedge 0.1 had none
+        raise ConfigError(
+            f"{folder} holds work of fedge 0.1 ({old[0].name}), which fedge 0.2 cannot go on with: finish it with "
+            f"fedge 0.1, or delete {folder}, or use another --home; bundles that are installed go on answering"
+        )
+    if (folder / "acked").exists():
+        log.info("event=migrated folder=%s from=0.1 unused=%r", folder, "candidates and personal beside it")
+    write_atomically(file, str(VERSION).encode())

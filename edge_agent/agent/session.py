@@ -1,0 +1,308 @@
+"""The life of an order on the device: decided here, carried out by `edge_agent.agent`.
+
+Nothing here does IO or reads a clock. The shell feeds events with the time, and performs the returned actions **in
+order**: whatever must survive a kill -9 is written (`Persist`, `Keep`, `Acknowledge`) before anything that relies on it
+(`Run`, `Publish`). An event that does not fit the phase raises `ProtocolError` and changes nothing.
+
+    UNKNOWN ──ordered──▶ QUEUED ──started──▶ RUNNING ──finished──▶ REPORTED ──acked──▶ ACKED
+       ▲                  │   ▲                 │ expired, closed      ▲   │ evicted     │ forgotten
+       │◀─────expired─────┘   │                 ▼                      │   ▼             ▼
+       │                      └────stopped── STOPPING ─────finished────┘ UNKNOWN       UNKNOWN
+
+One order runs at a time; the others wait in order of arrival. The same order arrives many times, since the coordinator
+repeats it until it has the report: its id is its identity, and only its remaining time changes (a restarted coordinator
+gives more). That time is counted from receipt by a monotonic clock, so the clocks of coordinator and device need not
+agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Final
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from fedge.errors import ProtocolError
+from fedge.wire.messages import Ack, Order, Report
+
+MAX_ORDERS: Final = 16
+"""Orders held at once (waiting, running, reported). A federation has one open order per device; the rest is slack."""
+
+MAX_ACKED: Final = 256
+"""Acknowledged ids remembered, so that an order that was delayed on the way is not carried out a second time."""
+
+FIRST_RESEND_S: Final = 2.0
+LAST_RESEND_S: Final = 30.0
+"""A report is repeated after 2, 4, 8, ... 30 s: the broker may drop it silently, the coordinator may be restarting."""
+
+LATER_S: Final = 1.0
+"""A repeated order changes the end only if it is later by this much: travel times vary, and each change is a write."""
+
+
+class Phase(Enum):
+    """Where an order stands on this device."""
+
+    UNKNOWN = auto()  # never seen, or forgotten
+    QUEUED = auto()  # durable, waiting for its turn
+    RUNNING = auto()  # fetching models, or in the worker
+    STOPPING = auto()  # the worker was asked to stop
+    REPORTED = auto()  # the report is durable, and repeated until acknowledged
+    ACKED = auto()  # the coordinator's final word came; only the id is kept
+
+
+class Happened(Enum):
+    """Events without a message."""
+
+    STOPPED = auto()  # the running order stopped on request, without a report
+    CONNECTED = auto()  # the broker is there (again): unacknowledged reports are repeated
+    TICK = auto()  # time has passed; the shell says so no later than `Session.next_wakeup`
+    CLOSING = auto()  # the agent shuts down: nothing new is started
+
+
+Event = Order | Ack | Report | Happened
+"""An order or an acknowledgement that arrived, for the first time or again; the report of the running order, whose
+blobs are already durable; or what happened otherwise."""
+
+
+# ------------------------------------------------------------------------------------------------------ actions out
+
+
+class Persist(Struct, frozen=True):
+    """Write the order durably (again, if its end was moved); its `left_s` counts from now."""
+
+    order: Order
+
+
+class Run(Struct, frozen=True):
+    """Fetch what the order needs and give it to the worker; answer with its report (or `STOPPED`)."""
+
+    order: Order
+
+
+class Stop(Struct, frozen=True):
+    """Make the running worker stop soon; answer with `STOPPED` (or its report)."""
+
+    order_id: str
+
+
+class Keep(Struct, frozen=True):
+    """Write the report durably."""
+
+    report: Report
+
+
+class Publish(Struct, frozen=True):
+    """Send the report."""
+
+    report: Report
+
+
+class Acknowledge(Struct, frozen=True):
+    """Remember durably that this order is over; then delete it, its report and its blobs."""
+
+    ack: Ack
+
+
+class Discard(Struct, frozen=True):
+    """Delete the order, and its report and blobs if there are any. `reason` is for the log."""
+
+    order_id: str
+    reason: str
+
+
+Action = Persist | Run | Stop | Keep | Publish | Acknowledge | Discard
+
+
+# ------------------------------------------------------------------------------------------------------ the machine
+
+
+@dataclass(slots=True)
+class _Held:
+    order: Order
+    phase: Phase
+    due_at: float
+    report: Report | None = None
+    resend_at: float = 0.0
+    resend_after_s: float = FIRST_RESEND_S
+
+
+class Session:
+    """All orders of one device. Only `handle` changes it."""
+
+    def __init__(
+        self,
+        device_id: str,
+        *,
+        orders: Iterable[Order] = (),
+        reports: Iterable[Report] = (),
+        acked: Iterable[str] = (),
+        now: float = 0.0,
+    ) -> None:
+        """Start with what survived the last run: orders (oldest first), their reports, acknowledged ids (oldest first).
+
+        `left_s` of the orders counts from `now`. Nothing is running; the first event starts what can be started.
+        """
+        self._device_id = device_id
+        self._closing = False
+        self._held = {order.id: _Held(order, Phase.QUEUED, now + order.left_s) for order in orders}
+        for report in reports:
+            held = self._held[report.order_id]
+            held.phase, held.report = Phase.REPORTED, report
+        self._acked = dict.fromkeys(acked)
+
+    # ------------------------------------------------------------------------------------------------------ looking
+
+    def phase(self, order_id: str) -> Phase:
+        """Where an order stands."""
+        if order_id in self._acked:
+            return Phase.ACKED
+        held = self._held.get(order_id)
+        return held.phase if held else Phase.UNKNOWN
+
+    @property
+    def orders(self) -> tuple[Order, ...]:
+        """The orders held (waiting, running, reported), oldest first."""
+        return tuple(held.order for held in self._held.values())
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is running."""
+        return self._running() is None
+
+    def next_wakeup(self) -> float | None:
+        """When something is due next, by the clock of `handle`; None: only another event can change anything."""
+        times = [held.resend_at for held in self._held.values() if held.phase is Phase.REPORTED]
+        times += [held.due_at for held in self._held.values() if held.phase in {Phase.QUEUED, Phase.RUNNING}]
+        return min(times, default=None)
+
+    # ----------------------------------------------------------------------------------------------------- deciding
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """Process one event; returns the actions, in order.
+
+        `now`: seconds by a monotonic clock.
+
+        Raises:
+            ProtocolError: `foreign-id`, `order-changed`, `queue-full` or `unknown-order`; nothing changed.
+        """
+        match event:
+            case Order():
+                actions = self._ordered(event, now)
+            case Ack():
+                actions = self._acknowledged(event)
+            case Report():
+                actions = self._finished(event, now)
+            case Happened.STOPPED:
+                actions = self._stopped()
+            case Happened.CONNECTED:
+                actions = self._all_reports(now)
+            case Happened.TICK:
+                actions = self._due_reports(now)
+            case Happened.CLOSING:
+                actions = self._close()
+        return actions + self._expire(now) + self._start()
+
+    def _ordered(self, order: Order, now: float) -> list[Action]:
+        if order.device_id != self._device_id:
+            raise ProtocolError("foreign-id", f"order {order.id} is for {order.device_id}")
+        if order.id in self._acked:
+            return []
+        if order.id in self._held:
+            return self._repeated(self._held[order.id], order, now)
+        actions = self._make_room(order, now)
+        self._held[order.id] = _Held(order, Phase.QUEUED, now + order.left_s)
+        return [*actions, Persist(order)]
+
+    def _repeated(self, held: _Held, order: Order, now: float) -> list[Action]:
+        if replace(order, left_s=held.order.left_s) != held.order:
+            raise ProtocolError("order-changed", f"order {order.id} came again with other contents")
+        actions: list[Action] = []
+        if now + order.left_s > held.due_at + LATER_S:
+            held.order, held.due_at = order, now + order.left_s
+            actions.append(Persist(order))
+        return actions if held.report is None else actions + self._publish(held, now)
+
+    def _make_room(self, order: Order, now: float) -> list[Action]:
+        """If full, give up the oldest report that was not requested while its order had time."""
+        if len(self._held) < MAX_ORDERS:
+            return []
+        for held in self._held.values():
+            if held.phase is Phase.REPORTED and held.due_at <= now:
+                return self._discard(held, "evicted")
+        raise ProtocolError("queue-full", f"order {order.id}: {MAX_ORDERS} orders are held already")
+
+    def _acknowledged(self, ack: Ack) -> list[Action]:
+        if ack.device_id != self._device_id:
+            raise ProtocolError("foreign-id", f"ack of {ack.order_id} is for {ack.device_id}")
+        phase = self.phase(ack.order_id)
+        if phase is Phase.ACKED:
+            return []
+        if phase is not Phase.REPORTED:
+            raise ProtocolError("unknown-order", f"ack of {ack.order_id}, which is {phase.name.lower()}")
+        del self._held[ack.order_id]
+        self._acked[ack.order_id] = None
+        if len(self._acked) > MAX_ACKED:
+            del self._acked[next(iter(self._acked))]
+        return [Acknowledge(ack)]
+
+    def _finished(self, report: Report, now: float) -> list[Action]:
+        held = self._held[report.order_id]
+        held.phase, held.report = Phase.REPORTED, report
+        return [Keep(report), *self._publish(held, now)]
+
+    def _stopped(self) -> list[Action]:
+        """Queue the order again: it expires there, unless its end was moved meanwhile."""
+        running = self._running()
+        assert running is not None
+        running.phase = Phase.QUEUED
+        return []
+
+    def _stop(self, held: _Held) -> list[Action]:
+        held.phase = Phase.STOPPING
+        return [Stop(held.order.id)]
+
+    def _discard(self, held: _Held, reason: str) -> list[Action]:
+        del self._held[held.order.id]
+        return [Discard(held.order.id, reason)]
+
+    def _all_reports(self, now: float) -> list[Action]:
+        return [a for held in self._held.values() if held.report is not None for a in self._publish(held, now)]
+
+    def _due_reports(self, now: float) -> list[Action]:
+        due = [held for held in self._held.values() if held.report is not None and held.resend_at <= now]
+        return [action for held in due for action in self._publish(held, now, slower=True)]
+
+    def _publish(self, held: _Held, now: float, *, slower: bool = False) -> list[Action]:
+        assert held.report is not None
+        held.resend_after_s = min(2 * held.resend_after_s, LAST_RESEND_S) if slower else FIRST_RESEND_S
+        held.resend_at = now + held.resend_after_s
+        return [Publish(held.report)]
+
+    def _close(self) -> list[Action]:
+        self._closing = True
+        running = self._running()
+        return self._stop(running) if running and running.phase is Phase.RUNNING else []
+
+    def _expire(self, now: float) -> list[Action]:
+        actions: list[Action] = []
+        for held in [held for held in self._held.values() if held.due_at <= now]:
+            if held.phase is Phase.RUNNING:
+                actions += self._stop(held)
+            elif held.phase is Phase.QUEUED:
+                actions += self._discard(held, "expired")
+        return actions
+
+    def _start(self) -> list[Action]:
+        if self._closing or self._running():
+            return []
+        for held in self._held.values():
+            if held.phase is Phase.QUEUED:
+                held.phase = Phase.RUNNING
+                return [Run(held.order)]
+        return []
+
+    def _running(self) -> _Held | None:
+        return next((h for h in self._held.values() if h.phase in {Phase.RUNNING, Phase.STOPPING}), None)

@@ -1,0 +1,269 @@
+"""A separate process for an agent's orders, which holds torch and the samples.
+
+It ends after some time without orders, which makes the agent small again. The agent may kill it at any time, as may the
+kernel when memory is short: what it keeps is durable, and a repeated order gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from signal import SIGKILL
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+import psutil
+from msgspec import Struct
+
+from edge_agent.agent.settings import AgentSettings
+from edge_agent.device.device import Budget, failed
+from edge_agent.device.worker import Finished, Worker
+from fedge.data.task import TaskSpec
+from fedge.errors import ConfigError, StoreError
+from fedge.steps.contract import Action, Failed, Refusal, read_action, read_result, report_of
+from fedge.steps.training.train_dp import TrainDp, TrainedDp
+from fedge.system.child import Child, DiedError
+from fedge.system.files import BlobFolder, remove_unfinished, versions_in
+from fedge.system.processor import Processor
+from fedge.system.stopping import Stop, StoppedError
+from fedge.wire.messages import BlobRef, Order, Report, Why
+
+if TYPE_CHECKING:
+    from fedge.tasks import DeviceData
+
+log = logging.getLogger("fedge.agent")
+
+KEEP_S: Final = 60.0
+"""The process waits this long for the next order; the steps of a round follow each other faster."""
+ENOUGH_BYTES: Final = 1 << 29
+"""With less free memory, the process ends after each order."""
+LOADING_S: Final = 600.0
+"""A process that is still loading waits this long for the next order, however little memory is free."""
+ATTEMPTS: Final = 2
+"""Attempts at an order whose process dies: a lack of memory may pass, a network that crashes does so again."""
+
+
+def free_bytes() -> int:
+    """Memory that may still be taken: of this machine, or of this process's group (systemd's MemoryMax)."""
+    free = psutil.virtual_memory().available
+    with suppress(OSError, ValueError, LookupError):  # no cgroup v2, or no limit
+        (own,) = (line[3:] for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::"))
+        free = min(free, left_in(Path(f"/sys/fs/cgroup{own}")))
+    return free
+
+
+def left_in(cgroup: Path) -> int:
+    """Bytes below the limit of a cgroup; what the kernel has cached of files and does not use counts as free.
+
+    Raises:
+        OSError, ValueError, LookupError: it has no limit, or is none of version 2.
+    """
+    limit, used = (int((cgroup / name).read_text()) for name in ("memory.max", "memory.current"))
+    stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+    return limit - used + int(stat["inactive_file"])
+
+
+class Done(Struct, frozen=True):
+    """The result of an order. `reason`: of a refusal, not part of the report."""
+
+    report: Report
+    blobs: dict[str, bytes]
+    untimed_s: float
+    reason: str
+
+
+class Workplace:
+    """Carries out orders (`edge_agent.agent.loop.Works`)."""
+
+    def __init__(self, settings: AgentSettings, digest: str) -> None:
+        """`digest`: of the `samples` as the agent took them at its start; orders fail once they are others."""
+        self._bundles = settings.home / "bundles"
+        self._digest = digest
+        self._settings = msgspec.structs.replace(
+            settings, password=None, proxy=None, inference_only=not settings.trains
+        )
+        self._child: Child | None = None
+        self._in_use = threading.Lock()
+        self._rest: threading.Timer | None = None
+
+    def execute(
+        self,
+        order: Order,
+        fetch: Callable[[BlobRef], bytes],  # noqa: ARG002 - the child reads the agent's own folder
+        *,
+        stop: Stop,
+        action: Action,
+    ) -> Finished:
+        """Carry out an order.
+
+        Raises:
+            StoppedError: `stop()` was true; the process is killed, unless it is still loading torch and the samples.
+            StoreError: the disk is full or broken.
+        """
+        with self._in_use:
+            if self._rest is not None:
+                self._rest.cancel()
+            try:
+                return self._execute(order, stop, action)
+            finally:
+                self._keep()
+
+    def _execute(self, order: Order, stop: Stop, action: Action) -> Finished:
+        began = time.monotonic()
+        for _ in range(ATTEMPTS):
+            if self._child is None:
+                remove_unfinished(self._bundles)
+                self._child = Child("edge_agent.agent.workplace:carry_out", self._settings, self._digest, None)
+            child, self._child = self._child, None
+            try:
+                child.load(stop)
+                done = child.call(self._settings, self._digest, order, returns=Done, stop=stop)
+            except DiedError as error:
+                log.warning("event=worker_died order=%s reason=%r", order.id, str(error))
+                died = error
+                continue
+            except StoppedError:
+                if not child.loaded:  # or a device that loads for longer than its orders last would never do one
+                    self._child = child
+                else:
+                    remove_unfinished(self._bundles)
+                raise
+            self._child = child
+            result = read_result(done.report, action)
+            if isinstance(result, Refusal):
+                result = msgspec.structs.replace(result, reason=done.reason)
+            return Finished(result, done.blobs, untimed_s=min(done.untimed_s, time.monotonic() - began))
+        why = Why.MEMORY if died.status == -SIGKILL else Why.ERROR
+        return Finished(Failed(why=why, reason=f"the process that does the work ended {ATTEMPTS} times: {died}"))
+
+    def _keep(self) -> None:
+        """Let the process wait for the next order, or end it."""
+        keep_s = self._settings.keep_worker_s
+        if keep_s is None:
+            keep_s = KEEP_S if free_bytes() >= ENOUGH_BYTES else 0.0
+        if self._child is not None and not self._child.loaded:
+            keep_s = max(keep_s, LOADING_S)
+        self._rest = threading.Timer(keep_s, self.close)
+        self._rest.daemon = True
+        self._rest.start()
+
+    def close(self) -> None:
+        """End the process, if any; the next order starts another."""
+        with self._in_use:
+            if self._child is not None:
+                self._child.close()
+                self._child = None
+
+
+# ------------------------------------------------------------------------------------------------------- the child
+
+
+def carry_out(settings: AgentSettings, digest: str, order: Order | None) -> Done | None:
+    """An order, by a worker that is made once; None: only make it, which takes longer than some orders last."""
+    if order is None:
+        with suppress(Exception):  # the order that comes next meets it again, and reports it
+            place = _place(settings, digest, versions_in(settings.data))
+            if settings.trains:
+                place.worker.network  # noqa: B018 - it is kept
+        return None
+    models, reading_s = BlobFolder(settings.home / "models"), 0.0
+    try:
+        place = _place(settings, digest, versions_in(settings.data))
+        reading_s, place.untold_s = place.untold_s, 0.0
+        finished = place.worker.execute(order, lambda ref: models.get(ref.digest))
+        if isinstance(finished.result, TrainedDp):
+            tell_spent(settings.home, order)
+        report = report_of(order, finished.result, 0.0)
+    except StoreError:
+        raise
+    except Exception as error:
+        log.exception("event=order_failed order=%s", order.id)
+        finished = Finished(failed(error))
+        report = report_of(order, finished.result, 0.0)
+    reason = finished.result.reason if isinstance(finished.result, Refusal) else ""
+    return Done(report, finished.blobs, reading_s + finished.untimed_s, reason)
+
+
+def tell_spent(home: Path, order: Order) -> None:
+    """Log what this home's samples have spent, in the run of an order that was carried out and in all."""
+    from edge_agent.privacy.dp_ledger import Ledger
+
+    action, ledger = read_action(order, {TrainDp.STEP: TrainDp}), Ledger(home)
+    assert isinstance(action, TrainDp)
+    delta = action.privacy.delta
+    of_run, in_all = ledger.spent(delta, run=order.run), ledger.spent(delta)
+    log.info("event=privacy_spent round=%d epsilon=%.3f in_all=%.3f delta=%g", order.round, of_run, in_all, delta)
+
+
+def require_processor(processor: Processor) -> None:
+    """Check that the settings' processor exists.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    from fedge.models.training import torch_device
+
+    torch_device(processor)
+
+
+def samples(settings: AgentSettings, task: TaskSpec) -> DeviceData:
+    """The samples of the device; without labels where it does not train.
+
+    Raises:
+        ConfigError: they cannot be read.
+    """
+    from fedge.tasks import DeviceData, device_data, device_inputs
+
+    if settings.trains:
+        return device_data(task, settings.data, seed=settings.seed)
+    return DeviceData.unlabelled(device_inputs(task, settings.data))
+
+
+@dataclass(slots=True)
+class _Place:
+    """The worker, and how long it took to make: the part that no report has left out yet, in seconds."""
+
+    worker: Worker
+    untold_s: float
+
+
+@lru_cache(1)
+def _place(settings: AgentSettings, digest: str, _: object) -> _Place:
+    """As `_worker`. The time counts as that of reading all samples, marked ones, too."""
+    began = time.perf_counter()
+    worker = _worker(settings, digest)
+    return _Place(worker, time.perf_counter() - began)
+
+
+def _worker(settings: AgentSettings, digest: str) -> Worker:
+    """The worker, on one core beside the agent's keep-alive; made anew when the samples change.
+
+    Raises:
+        ConfigError: the samples cannot be read, or are no longer those of the digest.
+    """
+    task = settings.spec()
+    data = samples(settings, task)
+    if data.digest() != digest:
+        raise ConfigError(f"{settings.data} has changed since the agent started: start the agent again")
+    processor = None
+    if settings.trains:
+        import torch
+
+        from fedge.models.training import torch_device
+
+        torch.set_num_threads(1)
+        processor = torch_device(settings.train_on)
+    return Worker(
+        *(settings.id, task, data, settings.home),
+        budget=Budget(settings.max_epsilon, settings.delta),
+        steps=settings.known_steps(),
+        min_cohort=settings.min_cohort,
+        processor=processor,
+        trains=settings.trains,
+    )

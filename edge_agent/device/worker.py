@@ -1,0 +1,254 @@
+"""The worker of a device: carries out orders one at a time through their steps; no network, threads or clock."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+
+from edge_agent.device.device import (
+    PERSONAL,
+    Budget,
+    Device,
+    FailedError,
+    Fetch,
+    Kept,
+    Source,
+    Unpacked,
+    decoded,
+    failed,
+    newest,
+    overlay,
+    secret,
+)
+from fedge.errors import DamagedError, FedgeError, ProtocolError, StoreError
+from fedge.steps.contract import (
+    Action,
+    Declined,
+    Failed,
+    Refusal,
+    Result,
+    Steps,
+    body_of,
+    device_half,
+    installed_steps,
+    read_action,
+    unaccounted,
+)
+from fedge.steps.masked.mask_shares import MIN_COHORT
+from fedge.system.stopping import Stop, StoppedError, never
+from fedge.wire.messages import MAX_BODY_BYTES, Order, Why, blobs_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from fedge.data.task import TaskSpec
+    from fedge.models.training import Network
+    from fedge.tasks import DeviceData
+    from fedge.tensors.layout import Model
+
+log = logging.getLogger("fedge.agent")
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The result of an order, and what it refers to by digest. `unpacked`: only without a real device (`encoding`).
+
+    `untimed_s`: the part of the duration that sensitive samples may have influenced.
+    """
+
+    result: Result
+    blobs: dict[str, bytes] = field(default_factory=dict)
+    unpacked: dict[str, Unpacked] = field(default_factory=dict)
+    untimed_s: float = field(default=0.0, compare=False)
+
+
+class Worker:
+    """One device's work.
+
+    Args:
+        device_id: for failure messages.
+        task: what is learned.
+        data: the device's samples; they stay here.
+        home: durable folder; `kept` and `bundles` are the worker's.
+        steps: known steps; None: all that are installed or passed as an action.
+        min_cohort: fewest devices in a masked sum, and in the difference of two sums of a run.
+        processor: what trains the network; None: the CPU.
+        trains: False: steps that need torch or labels are declined.
+        budget: for all orders together, by the device's owner.
+        source: of an order's noise; only simulations replace the operating system.
+
+    Raises:
+        ConfigError: a sample has a label that the task does not have.
+    """
+
+    def __init__(
+        self,
+        device_id: str,
+        task: TaskSpec,
+        data: DeviceData,
+        home: Path,
+        *,
+        steps: Steps | None = None,
+        min_cohort: int = MIN_COHORT,
+        processor: torch.device | None = None,
+        trains: bool = True,
+        budget: Budget = Budget(),
+        source: Callable[[Order], Source] = secret,
+    ) -> None:
+        self.id = device_id
+        self.task = task
+        self.data = data.of_task(task)
+        self.home = home
+        self.steps = dict(installed_steps() if steps is None else steps)
+        self.min_cohort = min_cohort
+        self.trains = trains
+        self.budget = budget
+        self.source = source
+        self.fingerprint = task.fingerprint()
+        self._processor = processor
+        self._limits = steps
+
+    @property
+    def network(self) -> Network:
+        """The task's network, shared by all workers of a thread: do not rely on its present weights."""
+        from fedge.models.training import CPU, shared_network
+
+        return shared_network(self.task, self.fingerprint, self._processor or CPU)
+
+    @property
+    def versions(self) -> Mapping[str, int] | None:
+        """Versions of the worker's steps by name; None: any."""
+        return None if self._limits is None else {name: kind.VERSION for name, kind in self._limits.items()}
+
+    def device(self, order: Order, fetch: Fetch, stop: Stop = never) -> Device:
+        """What a step may use during this order."""
+        return Device(
+            id=self.id,
+            task=self.task,
+            fingerprint=self.fingerprint,
+            data=self.data,
+            home=self.home,
+            steps=self.steps,
+            min_cohort=self.min_cohort,
+            budget=self.budget,
+            order=order,
+            source=self.source(order),
+            _fetch=fetch,
+            _network=lambda: self.network,
+            stop=stop,
+        )
+
+    def execute(self, order: Order, fetch: Fetch, *, stop: Stop = never, action: Action | None = None) -> Finished:
+        """Carry out an order.
+
+        `stop`: checked between batches. `action`: of the order, if already decoded.
+
+        Returns:
+            `Failed` if the order or its blobs are unfit or the user's code raises anything, `Declined` if there are no
+            data for it, `Unsupported` if the device does not know the step.
+
+        Raises:
+            StoppedError: `stop()` was true.
+            StoreError: the disk is full or broken.
+        """
+        device = self.device(order, fetch, stop)
+        asked = action if action is not None else self.guarded(lambda: read_action(order, self.steps))
+        if isinstance(asked, Refusal):
+            return Finished(asked)
+        self.steps.setdefault(asked.STEP, type(asked))
+        if (refusal := self.refusal(asked)) is not None:
+            return Finished(refusal)
+        with self._seeded(asked, order.seed):
+            result = self.guarded(lambda: sendable(device_half(type(asked)).run(device, asked), device, asked))
+        return Finished(result, device.blobs, device.unpacked, device.untimed_s)
+
+    def refusal(self, action: Action) -> Declined | None:
+        """Why the worker refuses this, regardless of its samples; None: it does not."""
+        if action.TRAINS and not self.trains:
+            return Declined(why=Why.NO_TRAINING)
+        fields = unaccounted(type(action))
+        if fields and self.budget.max_epsilon is not None:
+            name, kind = next(iter(fields.items()))
+            text = f"step {action.STEP} tells {name} ({kind.words}) without noise, and this device has a privacy budget"
+            return Declined(why=Why.BUDGET, reason=text)
+        return None
+
+    def guarded(self, work: Callable[[], R]) -> R | Failed:
+        """The result of the work, or `Failed` if the order or its blobs are unfit or a user's code raised anything.
+
+        Foreign exceptions (from a user's network) are logged in full.
+
+        Raises:
+            StoppedError, StoreError: as `execute`.
+        """
+        try:
+            return work()
+        except DamagedError as error:
+            return failed(error)
+        except (StoreError, StoppedError):
+            raise
+        except (FedgeError, FailedError, ValueError) as error:
+            return failed(error)
+        except Exception as error:
+            log.exception("event=work_failed device=%s", self.id)
+            return failed(error)
+
+    def _seeded(self, action: Action, seed: int) -> AbstractContextManager[None]:
+        """Seed dropout in a user's network with the order's seed."""
+        if not action.TRAINS:
+            return nullcontext()
+        from fedge.models.training import CPU, seeded
+
+        return seeded(seed, self._processor or CPU)
+
+    def personal(self, model: Model) -> Model:
+        """The model that the device would use now: the given shared model combined with what it kept."""
+        runs = sorted((self.home / "kept").glob("*/"), key=lambda run: run.stat().st_mtime_ns)
+        data = newest(runs[-1] / PERSONAL) if runs else None
+        if data is None:
+            return model
+        from fedge.tensors.layout import from_bytes
+
+        kept = decoded(data, Kept)
+        return overlay(self.steps, kept.step, model, from_bytes(kept.tensors), self.network.layout)
+
+
+def sendable(result: Any, device: Device, action: Action) -> Result:
+    """The result of a step as the coordinator will read it.
+
+    Raises:
+        FailedError: no report holds it, or it names tensors that were never sent.
+        ProtocolError: it holds a number that is not finite.
+    """
+    if isinstance(result, Refusal):
+        return result
+    step, kind = action.STEP, action.RESULT.__name__
+    if not isinstance(result, action.RESULT):
+        raise FailedError(f"step {step} returned {type(result).__name__} instead of {kind}")
+    try:
+        body = body_of(result)
+        msgspec.msgpack.decode(body, type=action.RESULT)
+    except (TypeError, OverflowError, msgspec.ValidationError) as error:
+        raise FailedError(f"step {step} returned a {kind} that no report holds: {error}") from error
+    except ValueError as error:
+        raise ProtocolError("not-finite", f"step {step}: {error}") from error
+    if len(body) > MAX_BODY_BYTES:
+        raise FailedError(
+            f"step {step} returned a {kind} of {len(body)} bytes, and a report holds {MAX_BODY_BYTES}: send large "
+            "parts with device.send"
+        )
+    sent = device.blobs.keys() | device.unpacked.keys()
+    if missing := [ref.digest for ref in blobs_of(result) if ref.digest not in sent]:
+        raise FailedError(
+            f"step {step} returned a {kind} with tensors that it never sent ({missing[0][:8]}): take the "
+            "reference that device.send or send_update returns"
+        )
+    return result

@@ -1,0 +1,157 @@
+"""The candidates of fedge's mixture: what `fit_candidates` keeps for later steps (fedge.md sections 6 to 11)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+
+from edge_agent.device.device import Device, FailedError, decoded
+from edge_agent.learning import mixture, private_model
+from edge_agent.learning.evaluation import logits, shared_prior
+from edge_agent.learning.private_model import Samples
+from fedge.bundle.formula import Array, calibrated, raw_energies, standardised
+from fedge.steps.mixture.fit_weights import Calibration
+from fedge.steps.sgd import Sgd
+from fedge.tensors.layout import Model, flatten, from_bytes, to_bytes, unflatten
+from fedge.wire.messages import Role
+
+CANDIDATES: Final = "candidates"
+INITIAL: Final = "initial"
+
+
+class Plan(Struct, frozen=True, kw_only=True):
+    """How the private and the local model are trained.
+
+    `private_start`: the role of the private model's start, or "initial"; `private_steps` None: chosen by validation.
+    """
+
+    private_start: str
+    private_steps: int | None
+    local_steps: int
+
+
+class Fitted(Struct, frozen=True, kw_only=True):
+    """The fitted models by role or "initial", how they were fitted, and the private model's number of steps."""
+
+    models: dict[str, bytes]
+    plan: Plan
+    private_steps: int
+
+    def model(self, device: Device, name: str) -> Model:
+        """A model by its role, or "initial"."""
+        return flatten(from_bytes(self.models[name]), device.layout)
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """The candidates, in the order of the mixture."""
+        return tuple(role for role in Role if role in self.models)
+
+
+def fit(
+    device: Device,
+    models: Mapping[str, Model],
+    plan: Plan,
+    sgd: Sgd,
+    training: Samples,
+    validation: Samples,
+    streams: tuple[int, int],
+) -> Fitted:
+    """Fit private and local model beside the given ones (fedge.md section 6); neither with fewer than two samples.
+
+    `streams`: of the order's random numbers, for the two.
+    """
+    found, private_steps = dict(models), 0
+    if len(training[1]) >= 2:
+        start = models[plan.private_start]
+        found[Role.PRIVATE], private_steps = private_model.fit_private(
+            device, start, training, validation, sgd, streams[0], steps=plan.private_steps
+        )
+        if plan.local_steps:
+            found[Role.LOCAL] = private_model.fit(device, models[INITIAL], training, sgd, plan.local_steps, streams[1])
+    packed = {name: to_bytes(unflatten(model, device.layout)) for name, model in found.items()}
+    return Fitted(models=packed, plan=plan, private_steps=private_steps)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """An order's candidates, in the order of `Role`: roles and calibrations (M), models, validation."""
+
+    fitted: Fitted
+    roles: tuple[Role, ...]
+    models: tuple[Model, ...]
+    calibrations: tuple[Calibration, ...]
+    log_q: Array  # (M, m, C)
+    log_p: Array  # (m, M), of the true classes
+    energies: Array  # (m, M), standardised
+    energy_mean: Array
+    energy_std: Array
+
+
+def keep(device: Device, fitted: Fitted) -> None:
+    """Store the candidates durably."""
+    device.files.write(CANDIDATES, msgspec.msgpack.encode(fitted))
+
+
+def fitted_on(device: Device) -> Fitted:
+    """The candidates last stored by `keep`.
+
+    Raises:
+        FailedError: there are none.
+        DamagedError: they are damaged.
+    """
+    data = device.files.read(CANDIDATES)
+    if data is None:
+        raise FailedError("no candidates: fit_candidates was not done here")
+    return decoded(data, Fitted)
+
+
+def candidates(
+    device: Device,
+    fitted: Fitted,
+    samples: Samples,
+    classes: Array,
+    calibration: Mapping[Role, Calibration],
+    pooled: Mapping[Role, float],
+) -> Candidates:
+    """The candidates that have a calibration and a pooled weight, on some samples.
+
+    `samples`: (m, *input_shape) and (m,), m >= 0. `classes`: (C,) log class shares. `pooled`: weights u.
+
+    Raises:
+        FailedError: the device has none of them.
+    """
+    x, y = samples
+    roles = tuple(role for role in fitted.roles if role in calibration and role in pooled)
+    if not roles:
+        raise FailedError(f"the order names {', '.join(pooled)}, this device has {', '.join(fitted.roles)}")
+    models = tuple(fitted.model(device, role) for role in roles)
+    found = np.stack([logits(device, model, x) for model in models])
+    chosen = tuple(calibration[role] for role in roles)
+    log_q = np.stack([calibrated(l_k, classes, c) for l_k, c in zip(found, chosen, strict=True)])
+    raw = raw_energies(found)
+    mean, std = mixture.energy_statistics(raw)
+    return Candidates(
+        fitted=fitted,
+        roles=roles,
+        models=models,
+        calibrations=chosen,
+        log_q=log_q,
+        log_p=mixture.of_labels(log_q, y).T,
+        energies=standardised(raw, mean, std),
+        energy_mean=mean,
+        energy_std=std,
+    )
+
+
+def pooled_candidates(
+    device: Device, calibration: Mapping[Role, Calibration], pooled: Mapping[Role, float]
+) -> Candidates:
+    """The candidates that the fleet pools, on V_L; with marked samples, shadow models fitted on D_L alone."""
+    return candidates(
+        device, fitted_on(device), device.data.shared_validation, shared_prior(device), calibration, pooled
+    )

@@ -1,0 +1,113 @@
+"""The residual gate r(x): an input-dependent correction of the candidates' weights (fedge.md section 9).
+
+linear -> 16, ReLU, linear -> M, the last layer zero at the start, trained only on the validation samples through the
+mixture's formula. Images are reduced to means over at most 8 x 8 windows, other inputs standardised; standardisation is
+folded into the first layer, so the bundle's gate takes raw inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from export.mixture import GATE_HIDDEN, GateWeights
+from fedge.bundle.formula import Array, Library, gate_features, mixed
+from fedge.models.training import tensor
+
+MIN_SAMPLES: Final = 10
+"""With fewer validation samples the gate is not trained."""
+STEPS: Final = 150
+LEARNING_RATE: Final = 0.02
+DECAY: Final = 0.03
+TORCH: Final[Library[Tensor]] = Library(partial(torch.log_softmax, dim=-1), partial(torch.logsumexp, dim=-1))
+_SMALLEST_SPREAD: Final = 0.1
+"""Lower bound, relative to the mean spread: an input that hardly varies here must not be blown up elsewhere."""
+
+
+def train_gate(
+    x: NDArray[np.floating],
+    log_p: Array,
+    scores: Array,
+    *,
+    seed: int,
+    decay: float = DECAY,
+    experts: Sequence[int] = (),
+    top: int = 2,
+) -> GateWeights:
+    """Fit the gate by full-batch Adam to -mean log p_y + decay * ||gate parameters||^2.
+
+    Args:
+        x: (m, *input_shape) model inputs of the validation samples; m < 10: the untrained gate.
+        log_p: (m, M) log q_k of the true classes; a candidate that is not finite is dropped for the sample.
+        scores: (m, M) log omega_k + beta * standardised energy, constants here; finite where `log_p` is.
+        seed: of the first layer's weights.
+        decay: see above; of all parameters.
+        experts: candidates of which only the `top` largest scores take part in a sample, as in `fedge.bundle.formula`.
+        top: see `experts`.
+    """
+    usable = np.isfinite(log_p)
+    rows = usable.any(axis=1)
+    if len(x) < MIN_SAMPLES or not rows.any():
+        return GateWeights.untrained(x.shape[1:], log_p.shape[1])
+    inputs = gate_features(x.astype(np.float64))
+    mean, scale = _standardisation(inputs) if x.ndim != 4 else (0.0, 1.0)
+    network = _network(inputs.shape[1], log_p.shape[1], seed)
+    _fit(
+        network,
+        tensor(((inputs - mean) / scale)[rows].astype(np.float32)),
+        tensor(np.where(usable, log_p, -np.inf)[rows].astype(np.float32)),
+        tensor(np.where(usable, scores, -np.inf)[rows].astype(np.float32)),
+        decay,
+        torch.tensor(experts if len(experts) > top else ()),
+        top,
+    )
+    hidden_weight, hidden_bias, out_weight, out_bias = (p.detach().double().numpy() for p in network.parameters())
+    folded = hidden_weight / scale
+    return GateWeights(
+        hidden_weight=folded,
+        hidden_bias=hidden_bias - folded @ np.broadcast_to(mean, inputs.shape[1]),
+        out_weight=out_weight,
+        out_bias=out_bias,
+    )
+
+
+def _standardisation(inputs: Array) -> tuple[Array, Array]:
+    """Mean and scale per input, (F,) each."""
+    spread = inputs.std(axis=0)
+    return inputs.mean(axis=0), np.maximum(spread, _SMALLEST_SPREAD * spread.mean() or 1.0)
+
+
+def _network(n_inputs: int, n_candidates: int, seed: int) -> nn.Sequential:
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        network = nn.Sequential(nn.Linear(n_inputs, GATE_HIDDEN), nn.ReLU(), nn.Linear(GATE_HIDDEN, n_candidates))
+    for parameter in network[2].parameters():
+        nn.init.zeros_(parameter)
+    return network
+
+
+def _fit(
+    network: nn.Sequential, inputs: Tensor, log_p: Tensor, scores: Tensor, decay: float, experts: Tensor, top: int
+) -> None:
+    parameters = list(network.parameters())
+    optimiser = torch.optim.Adam(parameters, lr=LEARNING_RATE)
+    for _ in range(STEPS):
+        likelihood = mixed(log_p, _selected(scores + network(inputs), experts, top), TORCH).mean()
+        squares = torch.stack([parameter.square().sum() for parameter in parameters]).sum()
+        optimiser.zero_grad()
+        (decay * squares - likelihood).backward()  # type: ignore[no-untyped-call]
+        optimiser.step()
+
+
+def _selected(scores: Tensor, experts: Tensor, top: int) -> Tensor:
+    """Scores with -inf for the experts outside a sample's `top`, the lower index first on a tie."""
+    if not len(experts):
+        return scores
+    order = torch.argsort(-scores[:, experts].detach(), dim=1, stable=True)
+    return scores.scatter(1, experts[order[:, top:]], -torch.inf)

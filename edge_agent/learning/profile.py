@@ -1,0 +1,155 @@
+"""SPRE: the ReLU-sparsity profile of a device (fedepc.md section 3, Eq. 1-2).
+
+The profile is taken at the last ReLU before the output layer. Equality with zero is exact, so activations whose zero is
+not exact (GELU, SiLU, leaky ReLU and the like) are refused.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import numpy as np
+import torch
+from msgspec import Struct
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from fedge.errors import ConfigError
+from fedge.models.network import listening
+from fedge.models.training import CHUNK, CPU, tensor
+from fedge.steps.divergence import divergence
+from fedge.system.files import read_lasting, write_atomically
+
+log = logging.getLogger("fedge.worker")
+
+_EXACT: Final = (nn.ReLU, nn.ReLU6)
+_INEXACT: Final = (
+    nn.GELU,
+    nn.SiLU,
+    nn.LeakyReLU,
+    nn.ELU,
+    nn.CELU,
+    nn.SELU,
+    nn.PReLU,
+    nn.RReLU,
+    nn.Mish,
+    nn.Softplus,
+    nn.Hardswish,
+    nn.Tanh,
+    nn.Sigmoid,
+)
+MAX_UNITS: Final = 4096
+"""A message carries no longer profile."""
+DELTA: Final = 1e-5
+"""delta of (eps, delta) privacy of one sample, for the line in the log."""
+NOISE_FILE: Final = "profile-noise.json"
+
+
+@dataclass(frozen=True, slots=True)
+class SparsityProfile:
+    """`shares`: (q,) share of exact zeros per unit or channel; `halves`: D_raw of even and odd samples, or None."""
+
+    shares: NDArray[np.float64]
+    halves: float | None
+
+
+def sparsity_profile(module: nn.Module, x: NDArray[np.float32], processor: torch.device = CPU) -> SparsityProfile:
+    """Profile of n >= 1 inputs (n, ...); the module, on `processor`, is put into evaluation mode. One forward pass.
+
+    Raises:
+        ConfigError: the network's last activation is not a ReLU module, or has more than 4096 units.
+        ValueError: an activation is not finite.
+    """
+    module.eval()
+    inputs = tensor(x, processor)
+    even, odd = 0.0, 0.0
+    with torch.inference_mode():
+        layer = last_activation(module, inputs[:1])
+        for start in range(0, len(x), CHUNK):  # CHUNK is even: a chunk's even samples are even in the whole
+            zeros = _zeros(module, layer, inputs[start : start + CHUNK])
+            even, odd = even + zeros[::2].sum(axis=0), odd + zeros[1::2].sum(axis=0)
+    n = len(x)
+    if n < 2:
+        return SparsityProfile(shares=np.asarray(even), halves=None)
+    halves = divergence(even / ((n + 1) // 2), odd / (n // 2))
+    return SparsityProfile(shares=np.asarray((even + odd) / n), halves=float(halves))
+
+
+class Noise(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The source of a device's noise; it never leaves the device."""
+
+    seed: int
+    sigma: float
+
+
+def with_noise(found: SparsityProfile, n: int, *, sigma: float, home: Path) -> SparsityProfile:
+    """S' = clip(s + z, 0, 1), z ~ N(0, sigma^2) drawn once in the device's life and kept in `home`; without halves.
+
+    Fresh noise in every report could be averaged away, so the first draw holds for ever, whatever `sigma` is requested
+    later. It comes from the device's own random numbers, since the coordinator knows the order's seed.
+
+    Raises:
+        StoreError: the noise cannot be read or kept.
+    """
+    path = home / NOISE_FILE
+    kept = read_lasting(path, msgspec.json.Decoder(Noise).decode)
+    if kept is None:
+        kept = Noise(seed=secrets.randbits(63), sigma=sigma)
+        write_atomically(path, msgspec.json.encode(kept))
+    z = kept.sigma * np.random.default_rng(kept.seed).standard_normal(len(found.shares))
+    bound = epsilon(n, len(found.shares), kept.sigma)
+    if bound <= 1:
+        log.info("event=profile_noise sigma=%g eps=%.2f delta=%g", kept.sigma, bound, DELTA)
+    else:
+        log.warning("event=profile_noise sigma=%g %d samples are too few for a guarantee", kept.sigma, n)
+    return SparsityProfile(shares=np.clip(found.shares + z, 0.0, 1.0), halves=None)
+
+
+def epsilon(n: int, q: int, sigma: float) -> float:
+    """Eps of the Gaussian rule for one of n samples: sqrt(q)/n * sqrt(2 ln(1.25/DELTA)) / sigma; valid for eps <= 1.
+
+    Example:
+        >>> round(epsilon(2000, 64, 0.05), 2), round(epsilon(30, 64, 0.05), 1)
+        (0.39, 25.8)
+    """
+    return math.sqrt(q) / n * math.sqrt(2 * math.log(1.25 / DELTA)) / sigma
+
+
+def last_activation(module: nn.Module, x: Tensor) -> nn.Module:
+    """The ReLU module that ran last in a forward pass.
+
+    Raises:
+        ConfigError: there is none, or an activation without exact zeros ran after it.
+    """
+    ran: list[nn.Module] = []
+    layers = [m for m in module.modules() if isinstance(m, _EXACT + _INEXACT)]
+    with listening(layers, lambda layer, *_: ran.append(layer)):
+        module(x)
+    if not ran:
+        raise ConfigError("a sparsity profile needs a torch.nn.ReLU module in the network")
+    if not isinstance(ran[-1], _EXACT):
+        raise ConfigError(f"the zeros of {type(ran[-1]).__name__} are not exact: a sparsity profile needs ReLU")
+    return ran[-1]
+
+
+def _zeros(module: nn.Module, layer: nn.Module, x: Tensor) -> NDArray[np.float64]:
+    """Share of zeros per sample and unit, (n, q)."""
+    seen: list[Tensor] = []
+
+    def look(_module: nn.Module, _inputs: object, output: Tensor) -> None:
+        if not torch.isfinite(output).all():
+            raise ValueError("an activation is not finite")
+        seen.append((output == 0).to(torch.float64).reshape(*output.shape[:2], -1).mean(dim=2))
+
+    with listening([layer], look):
+        module(x)
+    shares = seen[-1].cpu().numpy()  # the last use of a module that is used several times
+    if shares.shape[1] > MAX_UNITS:
+        raise ConfigError(f"the last ReLU has {shares.shape[1]} units, a profile at most {MAX_UNITS}")
+    return np.asarray(shares)

@@ -1,0 +1,30 @@
+"""The ReLU-sparsity profile of D_L (fedepc.md section 3)."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from edge_agent.device.device import Device
+from edge_agent.learning.profile import sparsity_profile, with_noise
+from fedge.steps.contract import Declined, Result
+from fedge.steps.descriptions.profile import Profile, Profiled
+from fedge.wire.messages import Why
+
+THREADED: Final = True
+
+
+def run(device: Device, action: Profile) -> Result:
+    """The profile by the order's extractor, with noise if requested."""
+    if not device.data.n_shared:
+        return Declined(why=Why.NO_DATA)
+    x, _ = device.data.shared
+    device.network.load(device.model(action.extractor))
+    found = sparsity_profile(device.network.module, x, device.network.processor)
+    if action.noise:
+        found = with_noise(found, len(x), sigma=action.noise, home=device.home)
+    return Profiled(
+        extractor=action.extractor.digest,
+        profile=tuple(found.shares.tolist()),
+        halves=found.halves,
+        n_samples=len(x),
+    )

@@ -1,0 +1,47 @@
+"""Cold start: which experts suit the device's samples, by the shared gate (fedcoe.md section 7). Needs no torch."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from edge_agent.device.device import Device, FailedError
+from fedge.bundle.graph_reader import unbounded
+from fedge.bundle.runtime import onnxruntime, session_of
+from fedge.data.task import INPUT
+from fedge.errors import failing_as
+from fedge.steps.descriptions.route import Route, Routed
+
+CHUNK: Final = 512
+"""Samples per call of the gate: bounds the memory."""
+
+
+def run(device: Device, action: Route) -> Routed:
+    """Eq. 12: rho, the mean gate output over the samples (n, *input_shape); uniform without samples.
+
+    Raises:
+        FailedError: the file is not a gate for such samples, or might never end.
+    """
+    gate, (x, _) = device.fetch(action.gate), device.data.shared
+    with failing_as(FailedError, "the gate cannot be run", on=Exception):  # ONNX Runtime's exception tree starts here
+        session = _session(gate)
+        n_experts = session.get_outputs()[0].shape[1]
+        total = np.zeros(n_experts)
+        for start in range(0, len(x), CHUNK):
+            (p,) = session.run(None, {INPUT: x[start : start + CHUNK]})
+            total += p.sum(axis=0, dtype=np.float64)
+    if not len(x):
+        return Routed(shares=(1 / n_experts,) * n_experts, n_samples=0)
+    if not (np.isfinite(total).all() and total.sum() > 0):
+        raise FailedError("the gate's output is not finite")
+    return Routed(shares=tuple(float(share) for share in total / total.sum()), n_samples=len(x))
+
+
+def _session(gate: bytes) -> onnxruntime.InferenceSession:
+    if reason := unbounded(memoryview(gate)):
+        raise FailedError(reason)
+    with tempfile.TemporaryDirectory(prefix="fedge-gate-") as nowhere:  # a gate that refers to files finds none
+        return session_of(gate, Path(nowhere))

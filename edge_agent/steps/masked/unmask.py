@@ -1,0 +1,36 @@
+"""Reveal neighbours' shares that open the sum that this device has confirmed, if enough others have."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from edge_agent.device.device import Device, FailedError
+from edge_agent.privacy.masking import Confirmed, Masked, Session
+from fedge.privacy.masked_sums import read_signatures
+from fedge.privacy.shares import SHARE_BYTES
+from fedge.steps.contract import Result
+from fedge.steps.masked.unmask import Unmask, Unmasked
+
+_SEED: Final = slice(0, SHARE_BYTES)
+_KEY: Final = slice(SHARE_BYTES, 2 * SHARE_BYTES)
+
+
+def run(device: Device, action: Unmask) -> Result:
+    """For each neighbour in this device's masks: the seed's share if it is summed, else the key's."""
+    session = Session(device, action.session)
+    roster, own = session.roster(action.roster)
+    session.shared(roster)
+    mine, confirmed = session.read(Masked), session.read(Confirmed)
+    if mine is None:
+        raise FailedError("this device has masked nothing for this sum")
+    if confirmed is None:
+        raise FailedError("this device has confirmed no sum of this session")
+    signatures = read_signatures(device.fetch(action.confirmations))
+    if reason := roster.disputed(confirmed.summed, roster.signers(confirmed.statement, signatures)):
+        raise FailedError(reason)
+    shares = {k: roster.unseal(session.encryption, k, own, sealed) for k, sealed in mine.shares.items()}
+    summed = set(confirmed.summed)
+    return Unmasked(
+        seeds={k: share[_SEED] for k, share in shares.items() if share is not None and k in summed},
+        keys={k: share[_KEY] for k, share in shares.items() if share is not None and k not in summed},
+    )

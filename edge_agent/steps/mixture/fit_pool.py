@@ -1,0 +1,312 @@
+"""PM-MoE stage 2 on a device: denoise the pool of private modules, train a gate over the rest, write the bundle.
+
+Source: Feng et al., "PM-MOE: Mixture of Experts on Private Model Parameters for Personalized Federated Learning", WWW
+2025, Eq. 5 to 13; specification docs/methods/pm_moe.md. Preset `anchored` (the default)
+departs from the paper as its section 5 says: standardised inputs, the own module always selected, weights renormalised.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from edge_agent.device.device import Device, FailedError
+from edge_agent.learning.evaluation import logits, metrics
+from edge_agent.steps.mixture.install import install_alone, kept, served
+from edge_agent.steps.training.train import whole
+from export import Pool, PoolGate
+from export.pool import BIAS, SLOPE, WEIGHT, WIDTHS, pool_reference, usable
+from fedge.bundle.formula import Array
+from fedge.errors import ProtocolError
+from fedge.models.training import batches, tensor
+from fedge.steps.mixture.fit_pool import FitPool
+from fedge.steps.mixture.install import Installed
+from fedge.steps.training.train import Train, kept_by
+from fedge.steps.training.train_dbe import OFFSET, TrainDbe
+from fedge.steps.training.train_rod import TrainRod
+from fedge.system.stopping import Stop, StoppedError
+from fedge.tensors.layout import HEAD, Layout, Model, Tensors, flatten, from_bytes, overlaid, unflatten
+from fedge.wire.messages import Role
+
+log = logging.getLogger("fedge.worker")
+
+METHOD: Final = "pm-moe"
+NO_NORM: Final = 1e-12  # of an expert's output, section 6
+OWN_BIAS: Final = 4.0  # b_0, section 5
+LAST_SCALE: Final = 0.1  # of the last layer's first weights, preset "anchored"
+BATCH_SIZE: Final = 32  # of the gate, section 5
+LEARNING_RATE: Final = 0.1
+DROPOUT: Final = 0.1
+SPREAD: Final = 1e-3  # added to the deviation of the gate's inputs
+
+
+@dataclass(frozen=True, slots=True)
+class Modules:
+    """The pool in usable form.
+
+    `items`: M modules, with the device's own in place of missing ones; `present`: (M,); `vectors`: (M, D) of a
+    parameter pool (DBE), which section 6 compares.
+    """
+
+    kind: Literal["head", "base"]
+    trunk: Model | None
+    items: tuple[Tensors | Model, ...]
+    rest: NDArray[np.float32]
+    present: NDArray[np.bool_]
+    vectors: Array | None = None
+
+
+def run(device: Device, action: FitPool) -> Installed:
+    """Sections 5 to 7. If only its own is left, the gate diverged, or the guard says so, that module serves alone.
+
+    Raises:
+        FailedError: the device has no module of its own.
+    """
+    data = device.data
+    mine = kept(device, action)
+    if mine is None:
+        raise FailedError("nothing was kept here: the device has no module of its own")
+    model = served(device, action)
+    modules = modules_of(device, action, mine)
+    m = len(modules.items)
+    top = action.top or math.ceil(m / 2)
+    if data.n_train == 0 or m == 1:
+        return _own(device, model)
+    experts, added, rest, g = _outputs(device, modules, data.x_train)
+    conf = confidences(experts, action.own)
+    fit = usable(added).all(axis=0)
+    keep = denoised(np.where(fit, conf, -np.inf), action.own, action.denoise, modules.present)
+    top = min(top, int(keep.sum()))
+    if keep.sum() == 1 or (top == 1 and action.preset == "anchored"):  # no gradient for a gate
+        return _own(device, model)
+    left = np.where(keep[:, np.newaxis], added, 0.0)  # 0 times a non-finite value is NaN
+    trained = train_gate(g, left, rest, data.y_train, keep, top, action, device.seed, device.stop)
+    if not all(np.isfinite(numbers).all() for numbers in (*trained.weights, *trained.biases)):
+        return _own(device, model)
+    pool = Pool(
+        kind=modules.kind,
+        trunk=modules.trunk,
+        modules=modules.items,
+        rest=modules.rest,
+        gate=trained,
+        keep=keep,
+        own=action.own,
+        top=top,
+        anchored=action.preset == "anchored",
+    )
+    p = _predict(device, modules, pool, data.x_val)
+    own = logits(device, model, data.x_val)
+    if action.guard and (p.argmax(axis=1) == data.y_val).sum() < (own.argmax(axis=1) == data.y_val).sum():
+        return _own(device, model)
+    with np.errstate(divide="ignore"):
+        return device.write_bundle(pool, METHOD, metrics(device, np.log(p)))
+
+
+# --------------------------------------------------------------------------------------------------------- the pool
+
+
+def modules_of(device: Device, action: FitPool, mine: Tensors) -> Modules:
+    """Section 3's table: what the modules of each base are, and what they are combined with."""
+    layout, head_layout = device.layout, device.layout.select(HEAD)
+    own = kept_by(action.kept_by, action.personal, layout, device.steps)
+    found = [_read(device.fetch(ref) if ref else None, own, k) for k, ref in enumerate(action.pool)]
+    found[action.own] = mine
+    present = np.array([tensors is not None for tensors in found])
+    tensors = [mine if other is None else other for other in found]
+    weight, bias = (info.name for info in head_layout.tensors)
+    nothing = np.zeros(head_layout.tensors[1].shape, np.float32)
+    plain = whole(device, action.model, action.personal, mine, action.initial)
+    head = unflatten(plain, layout)
+    match action.kept_by:
+        case Train.STEP if own == head_layout:
+            zero = {name: np.zeros_like(value) for name, value in tensors[0].items()}
+            return Modules("head", overlaid(plain, zero, layout), _heads(tensors, weight, bias), nothing, present)
+        case Train.STEP if own == layout.without(HEAD):
+            models = tuple(overlaid(plain, other, layout) for other in tensors)
+            return Modules("base", None, models, np.asarray(head[bias], np.float32), present)
+        case TrainRod.STEP:
+            return Modules("head", plain, _heads(tensors, weight, bias), nothing, present)
+        case TrainDbe.STEP:
+            p = np.stack([other[OFFSET] for other in tensors]).astype(np.float64)
+            moved = (p @ np.float64(head[weight]).T).astype(np.float32)  # W P_l: a change of the head's bias
+            offsets = tuple({WEIGHT: np.zeros_like(head[weight]), BIAS: bias_l} for bias_l in moved)
+            return Modules("head", plain, offsets, nothing, present, vectors=p)
+    raise FailedError(f"what step {action.kept_by} keeps cannot be pooled")
+
+
+def _heads(tensors: Sequence[Tensors], weight: str, bias: str) -> tuple[Tensors, ...]:
+    return tuple({WEIGHT: other[weight], BIAS: other[bias]} for other in tensors)
+
+
+def _read(data: bytes | None, layout: Layout, index: int) -> Tensors | None:
+    """A received module; None if missing or unfit (section 11)."""
+    if data is None:
+        return None
+    try:
+        tensors = from_bytes(data)
+        flatten(tensors, layout)
+    except ProtocolError as error:
+        log.warning("event=module_refused index=%d name=%s detail=%s", index, error.name, error)
+        return None
+    return tensors
+
+
+def _outputs(device: Device, modules: Modules, x: NDArray[np.float32]) -> tuple[Array, Array, Array, Array]:
+    """Outputs of the experts (n, M, O), their contributions (n, M, C), rest (n, C), gate inputs (n, F)."""
+    if modules.trunk is None:
+        network = device.network
+        models = [item for item in modules.items if isinstance(item, Model)]
+        features = np.stack([network.features(model, x) for model in models], axis=1).astype(np.float64)
+        found = np.stack([logits(device, model, x) for model in models], axis=1)
+        rest = np.broadcast_to(modules.rest.astype(np.float64), (len(x), found.shape[2]))
+        return features, found - rest[:, None], rest, x.reshape(len(x), -1).astype(np.float64)
+    f = device.network.features(modules.trunk, x).astype(np.float64)
+    rest = logits(device, modules.trunk, x)
+    heads = [item for item in modules.items if not isinstance(item, Model)]
+    added = np.stack([f @ np.float64(head[WEIGHT]).T + np.float64(head[BIAS]) for head in heads], axis=1)
+    return added if modules.vectors is None else modules.vectors[np.newaxis], added, rest, f
+
+
+def _predict(device: Device, modules: Modules, pool: Pool, x: NDArray[np.float32]) -> Array:
+    if not len(x):
+        return np.zeros((0, device.task.n_classes))
+    _, added, rest, g = _outputs(device, modules, x)
+    return pool_reference(pool, added, rest, g)[0]
+
+
+def _own(device: Device, model: Model) -> Installed:
+    """Serve the device's own module alone."""
+    return install_alone(device, model, Role.PRIVATE, METHOD)
+
+
+# ------------------------------------------------------------------------------------------- section 6: denoising
+
+
+def confidences(outputs: Array, own: int) -> Array:
+    """Eq. 10-12, T = 1: conf[l] = mean_i ln sum_d exp(v[d]), (M,); v: product of unit outputs of l and the own expert.
+
+    Args:
+        outputs: H, (n, M, O), n >= 1. A norm below 1e-12 gives v = 0, a value that is not finite -inf.
+        own: j.
+    """
+    with np.errstate(invalid="ignore", over="ignore"):
+        norms = np.linalg.norm(outputs, axis=2, keepdims=True)
+        units = np.divide(outputs, norms, out=np.zeros_like(outputs), where=norms >= NO_NORM)
+        v = units * units[:, own : own + 1]
+        conf = np.logaddexp.reduce(v, axis=2).mean(axis=0)
+    return np.where(np.isfinite(conf) & np.isfinite(outputs).all(axis=(0, 2)), conf, -np.inf)
+
+
+def denoised(conf: Array, own: int, ratio: float, present: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Survivors (M,): without the floor(gamma (M - 1) + 1e-9) other present experts of lowest conf; ties: higher index.
+
+    An expert of conf -inf, whose outputs are not all finite, is as one that is not present.
+
+    Example:
+        >>> denoised(np.array([1, 1, 1, 1, 1.5, 1]), 1, 0.5, np.ones(6, bool)).astype(int).tolist()
+        [1, 1, 1, 0, 1, 0]
+    """
+    keep = present & (conf > -np.inf)
+    others = [k for k in range(len(conf)) if keep[k] and k != own]
+    n_dropped = math.floor(ratio * len(others) + 1e-9)
+    dropped = sorted(others, key=lambda k: (conf[k], -k))[:n_dropped]
+    keep[own] = True
+    keep[dropped] = False
+    return np.asarray(keep)
+
+
+# -------------------------------------------------------------------------------------------- section 5: the gate
+
+
+def train_gate(
+    g: Array,
+    added: Array,
+    rest: Array,
+    y: NDArray[np.int64],
+    keep: NDArray[np.bool_],
+    top: int,
+    action: FitPool,
+    seed: int,
+    stop: Stop,
+) -> PoolGate:
+    """SGD on the gate alone; base and pool are frozen, so their outputs are precomputed.
+
+    Args:
+        g: (n, F) inputs of the gate.
+        added: (n, M, C) each module's contribution to the logits.
+        rest: (n, C) the logits without any.
+        y: (n,) labels.
+        keep: (M,) survivors of the denoising.
+        top: k' <= survivors.
+        action: preset, epochs, own index.
+        seed: of weights, batches and dropout.
+        stop: checked between batches.
+
+    Raises:
+        StoppedError: `stop()` was true.
+    """
+    anchored = action.preset == "anchored"
+    mean = g.mean(axis=0) if anchored else np.zeros(g.shape[1])
+    scale = g.std(axis=0) + SPREAD if anchored else np.ones(g.shape[1])
+    inputs, steps, others = (tensor(a.astype(np.float32)) for a in ((g - mean) / scale, added, rest))
+    labels, survivors = tensor(y), torch.from_numpy(keep)
+    n_batches = action.epochs * math.ceil(len(y) / min(BATCH_SIZE, len(y)))
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        network = gate_network(g.shape[1], len(keep), action.own if anchored else None)
+        optimiser = torch.optim.SGD(network.parameters(), lr=LEARNING_RATE)
+        rng = np.random.default_rng(seed)
+        for _, batch in zip(range(n_batches), batches(len(y), BATCH_SIZE, rng), strict=False):
+            if stop():
+                raise StoppedError
+            i = torch.from_numpy(batch)
+            w = select(network(inputs[i]), survivors, top, action.own if anchored else None)
+            logits = others[i] + torch.einsum("nm,nmc->nc", w, steps[i])
+            optimiser.zero_grad()
+            nn.functional.cross_entropy(logits, labels[i]).backward()  # type: ignore[no-untyped-call]
+            optimiser.step()
+    layers = [layer for layer in network if isinstance(layer, nn.Linear)]
+    return PoolGate(
+        weights=tuple(layer.weight.detach().double().numpy() for layer in layers),
+        biases=tuple(layer.bias.detach().double().numpy() for layer in layers),
+        mean=mean,
+        scale=scale,
+    )
+
+
+def gate_network(n_inputs: int, n_experts: int, own: int | None) -> nn.Sequential:
+    """F - 128 - 256 - 128 - M, LeakyReLU, dropout after each; orthogonal weights. `own`: preset "anchored"."""
+    sizes = (n_inputs, *WIDTHS)
+    layers: list[nn.Module] = []
+    for a, b in zip(sizes, WIDTHS, strict=False):
+        layers += [nn.Linear(a, b), nn.LeakyReLU(SLOPE), nn.Dropout(DROPOUT)]
+    last = nn.Linear(WIDTHS[-1], n_experts)
+    network = nn.Sequential(*layers, last)
+    for layer in network:
+        if isinstance(layer, nn.Linear):
+            nn.init.orthogonal_(layer.weight)
+    if own is not None:
+        with torch.no_grad():
+            last.weight *= LAST_SCALE
+            last.bias.zero_()
+            last.bias[own] = OWN_BIAS
+    return network
+
+
+def select(z: Tensor, keep: Tensor, top: int, own: int | None) -> Tensor:
+    """W (n, M) of the gate's z, as `export.pool.top_weights`; the gradient flows only through selected entries."""
+    alpha = torch.softmax(z.masked_fill(~keep, -torch.inf), dim=1)
+    key = alpha.detach().masked_fill(~keep, -1.0)
+    if own is not None:
+        key[:, own] = 2.0
+    chosen = torch.argsort(-key, dim=1, stable=True)[:, :top]
+    w = torch.zeros_like(alpha).scatter(1, chosen, alpha.gather(1, chosen))
+    return w if own is None else w / w.sum(dim=1, keepdim=True)

@@ -1,0 +1,96 @@
+"""DBE: a vector added to the features stays here; the shared features' mean is pulled to a global one.
+
+Source: Zhang et al., "Eliminating Domain Bias for Federated Learning in Representation Space", NeurIPS 2023;
+baselines.md section 10. Prediction: Hd(B(x) + P) = W f + (W P + b): in a bundle the vector becomes part of the head's
+bias.
+
+P shapes the gradient of what is shared, so it learns from the same samples, D_L.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from edge_agent.device.device import Device
+from edge_agent.steps.training import train
+from fedge.models import network as models
+from fedge.models.training import Loss, Trainer, tensor
+from fedge.steps.contract import Result
+from fedge.steps.training.train_dbe import OFFSET, TrainDbe
+from fedge.tensors import codecs
+from fedge.tensors.codecs import Codec
+from fedge.tensors.layout import HEAD, Floats, Layout, Model, TensorInfo, Tensors, overlaid, unflatten
+
+
+def mean_regularised(head: nn.Linear, offset: Tensor, goal: Tensor, *, kappa: float) -> Loss:
+    """Cross-entropy of Hd(f + P) + kappa mean_d[(r_d - g_d)^2 / 2], r the batch's mean of f. `offset`: P; `goal`: g."""
+
+    def loss(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        seen: list[Tensor] = []
+
+        def shifted(_: nn.Module, inputs: tuple[Tensor], _output: Tensor) -> Tensor:
+            seen.append(inputs[0])
+            return functional.linear(inputs[0] + offset, head.weight, head.bias)
+
+        with models.listening([head], shifted):
+            logits = module(x)
+        away = seen[-1].mean(dim=0) - goal
+        return functional.cross_entropy(logits, y) + kappa * (0.5 * away**2).mean()
+
+    return loss
+
+
+def run(device: Device, action: TrainDbe) -> Result:
+    """The shared model and the vector, together."""
+    goal = global_mean(device.fetch(action.global_mean), device.layout)
+    return train.train(device, action, lambda start, mine: learn(device, action, start, mine, goal))
+
+
+def learn(device: Device, action: TrainDbe, start: Model, mine: Tensors | None, goal: Floats) -> tuple[Model, Tensors]:
+    """Train the shared model and the offset P together on D_L, n >= 1; P has its own SGD at the same rate.
+
+    `mine`: the offset so far; None: zero. `goal`: g (D,), the mean of the features over all devices.
+
+    Raises:
+        ProtocolError: `not-finite`, training of the shared model diverged.
+    """
+    network, sgd = device.network, action.sgd
+    network.load(start)
+    offset = tensor(np.zeros(len(goal), np.float32) if mine is None else mine[OFFSET].copy(), network.processor)
+    velocity = torch.zeros_like(offset)
+
+    def move(p: Tensor) -> None:
+        assert p.grad is not None
+        velocity.mul_(sgd.momentum).add_(p.grad).add_(p.data, alpha=sgd.weight_decay)
+        p.data.sub_(velocity, alpha=sgd.learning_rate)
+        p.grad = None
+
+    offset.requires_grad_().register_post_accumulate_grad_hook(move)  # type: ignore[no-untyped-call]
+    g = tensor(goal, network.processor)
+    head = models.head_of(network.module, network.layout)
+    trainer = Trainer(
+        network, *device.data.shared, sgd, device.rng(), loss=mean_regularised(head, offset, g, kappa=action.kappa)
+    )
+    trainer.run(sgd.steps_for(device.data.n_shared), device.stop)
+    return network.dump(), {OFFSET: offset.detach().cpu().numpy()}
+
+
+def global_mean(data: bytes, layout: Layout) -> Floats:
+    """The global mean g (D,) from the blob that the coordinator sent.
+
+    Raises:
+        ProtocolError: `layout`, `malformed` or `not-finite`.
+    """
+    d = layout.select(HEAD).tensors[0].shape[1]
+    return codecs.decode(data, Codec.FLOAT32, Layout(tensors=(TensorInfo(name="mean", shape=(d,)),))).params
+
+
+def overlay(model: Model, kept: Tensors, layout: Layout) -> Model:
+    """Add the offset to the head: b <- W P + b, in float64."""
+    weight, bias = (info.name for info in layout.select(HEAD).tensors)
+    tensors = unflatten(model, layout) | kept
+    w, p, b = (tensors[name].astype(np.float64) for name in (weight, OFFSET, bias))
+    return overlaid(model, {bias: (w @ p + b).astype(np.float32)}, layout)

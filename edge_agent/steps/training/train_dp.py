@@ -1,0 +1,92 @@
+"""DP-SGD in place of SGD: what leaves hardly depends on any single sample.
+
+Source: Abadi et al., "Deep Learning with Differential Privacy", CCS 2016, Algorithm 1 (`fedge.models.dp_sgd`), run on
+the device that owns the samples. What stays on the device is trained in the same way: it shapes the gradients of what
+is sent, so without noise it would leak single samples into them.
+
+Batches and noise come from the operating system, never from the order's seed, which the coordinator knows. A repeated
+order draws anew and is charged again.
+"""
+
+from __future__ import annotations
+
+import time
+
+from edge_agent.device.device import Device
+from edge_agent.device.encoding import send_update
+from edge_agent.privacy.dp_ledger import ROUNDING, Charge, Ledger, Mechanism, noise_for
+from edge_agent.steps.training import train
+from fedge.models.dp_sgd import Clipping, PrivateNetwork, poisson_batches
+from fedge.models.training import Part, Trainer
+from fedge.steps.contract import Declined, Result
+from fedge.steps.training.train_dp import TrainDp, TrainedDp, require_no_statistics, weak_delta
+from fedge.tensors.layout import Model, unflatten
+from fedge.wire.messages import Why
+
+THREADED = True
+overlay = train.overlay
+
+
+def run(device: Device, action: TrainDp) -> Result:
+    """Train from the first start and charge the ledger, then report the update."""
+    n = device.data.n_shared
+    if not n:
+        return Declined(why=Why.NO_DATA)
+    require_no_statistics(device.layout)
+    ledger, charge = Ledger(device.home), planned(device, action)
+    if (reason := over_budget(device, action, ledger, charge)) is not None:
+        return Declined(why=Why.BUDGET, reason=reason)
+    layout = action.kept(action.personal, device.layout)
+    mine = device.kept(action.STEP, layout, before=device.order.round) if layout else None
+    start = train.whole(device, action.starts[0].model, action.personal, mine, action.initial)
+    learn(device, action, start, charge.mechanism)
+    ledger.add(charge)
+    trained = device.network.dump()
+    update = Model(trained.params - start.params, trained.buffers, trained.counters)
+    sent = send_update(device, update, device.layout.without(action.personal), action.codec)
+    if layout:
+        tensors = unflatten(trained, device.layout)
+        device.keep({info.name: tensors[info.name] for info in layout.tensors}, shareable=True)
+    return TrainedDp(update=sent, n_samples=n, cluster=action.starts[0].cluster)
+
+
+def planned(device: Device, action: TrainDp) -> Charge:
+    """The cost of the order."""
+    n, sgd = device.data.n_shared, action.sgd
+    rate, steps = min(1.0, sgd.batch_size / n), sgd.steps_for(n) + action.head_steps
+    sigma = noise_for(action.privacy, rate, steps)
+    mechanism = Mechanism(noise_multiplier=sigma, sample_rate=rate)
+    return Charge(order=device.order.id, run=device.order.run, at=time.time(), mechanism=mechanism, steps=steps)
+
+
+def over_budget(device: Device, action: TrainDp, ledger: Ledger, charge: Charge) -> str | None:
+    """Why the order is refused: the run's own promise, or the owner's budget; None: it is carried out."""
+    if weak := weak_delta(action.privacy.delta, device.data.n_shared):
+        return f"the run's {weak}"
+    promised, budget = action.privacy.epsilon, device.budget
+    if promised is not None:
+        total = ledger.spent(action.privacy.delta, run=charge.run, planned=charge)
+        if total > promised * (1 + ROUNDING):
+            return f"this run would have spent epsilon {total:.3f}, and promised at most {promised:g}"
+    if budget.max_epsilon is not None:
+        total = ledger.spent(budget.delta, planned=charge)
+        if total > budget.max_epsilon:
+            return f"epsilon would be {total:.3f} in all, and the budget of this device is {budget.max_epsilon:g}"
+    return None
+
+
+def learn(device: Device, action: TrainDp, start: Model, mechanism: Mechanism) -> None:
+    """DP-SGD from `start`, on all weights, or first on the head and then on the base (FedRep)."""
+    data, sgd, source = device.data, action.sgd, device.source
+    network, n = device.network, data.n_shared
+    network.load(start)
+    clipping = Clipping(action.privacy.clip_norm, mechanism.noise_multiplier)
+
+    def phase(steps: int, moves: Part) -> None:
+        private = PrivateNetwork(network, clipping, mechanism.sample_rate * n, source, moves)
+        batches = poisson_batches(n, mechanism.sample_rate, source)
+        Trainer(private, *data.shared, sgd, batches, moves=moves).run(steps, device.stop)
+
+    if action.head_steps:
+        phase(action.head_steps, "head")
+    phase(sgd.steps_for(n), "base" if action.head_steps else "all")

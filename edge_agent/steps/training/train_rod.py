@@ -1,0 +1,86 @@
+"""FedRoD: a shared model that learns as if all classes were equally frequent, and a second head that stays here.
+
+Source: Chen and Chao, "On Bridging Generic and Personalized Federated Learning for Image Classification", ICLR 2022;
+baselines.md section 9. Prediction: Hd_g(f) + Hd_p(f); the logits add, so a bundle has one combined head.
+
+Departures: the second head starts at zero, so that an untrained device predicts as the shared model does. It sends no
+gradient into the base, so it learns from all training samples, in its own batches, on the features after step (a), in
+evaluation mode; the shared model learns from D_L, with the class counts of D_L.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from edge_agent.device.device import Device
+from edge_agent.steps.training import train
+from fedge.models import network as models
+from fedge.models.training import Loss, Trainer, batches, tensor
+from fedge.steps.contract import Result
+from fedge.steps.training.train_rod import TrainRod
+from fedge.tensors.layout import HEAD, Layout, Model, Tensors, overlaid, unflatten
+
+
+def balanced_softmax(log_counts: Tensor) -> Loss:
+    """Mean cross-entropy of the logits + ln(n_c), where n_c are the local class counts.
+
+    log_counts: (C,) ln(n_c); a class without samples (ln 0) gets no mass.
+    """
+
+    def loss(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return functional.cross_entropy(module(x) + log_counts, y)
+
+    return loss
+
+
+def run(device: Device, action: TrainRod) -> Result:
+    """Both heads, batch by batch."""
+    return train.train(device, action, lambda start, mine: learn(device, action, start, mine))
+
+
+def learn(device: Device, action: TrainRod, start: Model, mine: Tensors | None) -> tuple[Model, Tensors]:
+    """Train the shared model (a) and the second head (b) alternately, batch by batch.
+
+    The shared model learns from D_L, n >= 1; the second head from all training samples, or from D_L if it may be
+    pooled. `mine`: the second head so far; None: zero.
+
+    Raises:
+        ProtocolError: `not-finite`, training of the shared model diverged.
+    """
+    network, shared, sgd = device.network, device.data.shared, action.sgd
+    network.load(start)
+    weight, bias = (info.name for info in network.layout.select(HEAD).tensors)
+    n_classes, d = next(info.shape for info in network.layout.tensors if info.name == weight)
+    head = np.zeros((n_classes, d + 1), np.float32)  # the bias is the last column
+    if mine is not None:
+        head = np.column_stack([mine[weight], mine[bias]])
+    own = tensor(head, network.processor)
+    velocity, one_hot = torch.zeros_like(own), torch.eye(n_classes, device=network.processor)
+    counts = tensor(np.bincount(shared[1], minlength=n_classes), network.processor)
+    trainer = Trainer(network, *shared, sgd, device.rng(), loss=balanced_softmax(counts.log()))
+    own_samples = device.data.shared if action.poolable else device.data.training
+    x, y = (tensor(each, network.processor) for each in own_samples)
+    drawn = batches(len(y), sgd.batch_size, device.rng(1))
+    for _, batch in zip(range(sgd.steps_for(len(shared[1]))), drawn, strict=False):
+        trainer.run(1, device.stop)
+        with device.untimed(), torch.no_grad():
+            f, logits = models.features_and_logits(network.module, x[batch], network.layout)
+            f = functional.pad(f, (0, 1), value=1.0)
+            # gradient of the mean cross-entropy of logits + f own^T: (p - one-hot)^T f / n
+            excess = torch.softmax(logits + f @ own.T, dim=1) - one_hot[y[batch]]
+            velocity.mul_(sgd.momentum).add_(excess.T @ f, alpha=1 / len(batch)).add_(own, alpha=sgd.weight_decay)
+            own.sub_(velocity, alpha=sgd.learning_rate)
+    learned = own.cpu().numpy()
+    if np.isfinite(learned).all():  # divergence is not reported: it learns from all samples
+        head = learned
+    return network.dump(), {weight: head[:, :-1].copy(), bias: head[:, -1].copy()}
+
+
+def overlay(model: Model, kept: Tensors, layout: Layout) -> Model:
+    """One head for both: W = W_g + W_p, b = b_g + b_p."""
+    ours = unflatten(model, layout)
+    both = {name: np.add(ours[name], own, dtype=np.float64).astype(np.float32) for name, own in kept.items()}
+    return overlaid(model, both, layout)

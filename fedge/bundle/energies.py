@@ -1,0 +1,62 @@
+"""What a mixture's outputs say about samples: free energy, gate entropy, outliers.
+
+Energies come from the graph: logsumexp of a candidate's logits, standardised on its validation samples, so that similar
+samples have energies around 0. Weights are the candidates' shares. Both are (n, M).
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedge.bundle.manifest import Reference
+
+Floats = NDArray[np.floating]
+
+OUTLIER_SHARE: Final = 0.05
+"""Of samples like the validation samples, about this share is taken for outliers, half of it on either side."""
+
+
+def free_energy(weights: Floats, energies: Floats) -> NDArray[np.float64]:
+    """F(x) = -Σ_k α_k ẽ_k(x) over the usable candidates, (n,); larger is stranger. NaN if no candidate is usable."""
+    usable = np.isfinite(energies)
+    share = np.where(usable, weights, 0.0).astype(np.float64)
+    total = share.sum(axis=1)
+    mixed = (share * np.where(usable, energies, 0.0)).sum(axis=1)
+    free: NDArray[np.float64] = -np.divide(mixed, total, out=np.full(len(total), np.nan), where=total > 0)
+    return free
+
+
+def gate_entropy(weights: Floats) -> NDArray[np.float64]:
+    """H(x) = -Σ_k α_k log α_k, (n,), nats in [0, log M]; 0 if one candidate decides alone."""
+    share = np.asarray(weights, np.float64)
+    entropy: NDArray[np.float64] = -(share * np.log(np.where(share > 0, share, 1.0))).sum(axis=1)
+    return np.maximum(entropy, 0.0)  # a weight may be rounded above 1
+
+
+def reference(weights: Floats, energies: Floats) -> tuple[Reference, float] | None:
+    """A bundle's reference from its outputs on validation samples; None with fewer than 2 usable ones.
+
+    Also returns the bounds of a normal free energy. Both are order statistics of the n samples, the k-th from either
+    end with k = max(1, floor(OUTLIER_SHARE / 2 · (n + 1))): another sample of this kind is outside with probability 2k
+    / (n + 1), at most `OUTLIER_SHARE` from n = 39 on (split conformal prediction). This assumes no shape of the
+    distribution; standard deviations would not work, since the graph clips energies.
+    """
+    free, entropy = free_energy(weights, energies), gate_entropy(weights)
+    kept = np.isfinite(free)
+    free, entropy = free[kept], entropy[kept]
+    if len(free) < 2:
+        return None
+    k = max(1, int(OUTLIER_SHARE / 2 * (len(free) + 1)))
+    ordered = np.sort(free)
+    yardstick = Reference(
+        n=len(free),
+        free_energy_mean=float(free.mean()),
+        free_energy_std=float(free.std(ddof=1)),
+        gate_entropy_mean=float(entropy.mean()),
+        gate_entropy_std=float(entropy.std(ddof=1)),
+        outlier_above=float(ordered[-k]),
+    )
+    return yardstick, float(ordered[k - 1])

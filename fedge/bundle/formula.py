@@ -1,0 +1,331 @@
+"""The mixture's formula in numpy, in the precision of its numbers (fedge.md sections 7, 9, 11).
+
+Symbols as in the specification: M candidates, C classes, n samples. Runtimes compute in float32, a device's fit and the
+check of a bundle in float64. `mixed` is also the loss that the gate is trained by, in torch
+(`edge_agent.learning.gate`); `export.graph` is the same as a graph. tests/fedge/bundle/test_formula.py holds them
+together. With weights 1/M, T = 1, kappa = 0, beta = 1 and energies that are neither standardised nor clipped, it is
+SCMoE-PFL's gate (scmoe_pfl.md section 11).
+
+A `Formula` takes the tensors of a gate's part. Between two networks nothing of it is in the processor's caches, so each
+call costs several times what it does in a loop: as much as possible is precomputed at load time, and one pass over the
+logits gives energies and probabilities.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedge.data.task import gate_pool
+
+if TYPE_CHECKING:
+    from fedge.steps.mixture.fit_weights import Calibration
+
+Array = NDArray[np.float64]
+Floats = NDArray[np.floating]
+F = TypeVar("F", bound=np.floating)
+A = TypeVar("A", bound="Addable")
+Numbers = Mapping[str, NDArray[Any]]
+"""The tensors of a gate's part by name."""
+
+ENERGY_CLIP: Final = 3.0
+"""Bound of the standardised energy (fedge.md section 9)."""
+MIN_ENERGY_STD: Final = 0.1
+"""Smallest divisor of the standardisation (fedge.md section 9)."""
+LOWEST: Final = np.float32(-3e38)
+"""Score of a candidate that is dropped: below every other, and finite, so that a softmax over such scores is too."""
+ZERO_WEIGHT: Final = -2e38
+"""log omega of a candidate without weight: a share only where no other candidate is usable; finite in float32."""
+WITHOUT_WEIGHT: Final = np.float32(-1e38)
+"""A gate bias below it belongs to a candidate of weight 0."""
+SAFE: Final = np.float32(60)
+"""Up to this absolute value exp can neither overflow nor vanish in a sum, so no row's largest need be subtracted."""
+_ZERO: Final = np.float32(0)
+_NAN: Final = np.float32(np.nan)
+
+
+# ------------------------------------------------------------------------------------------- its terms, for the fit
+
+
+def softmax(scores: Floats, temperature: float = 1.0) -> Array:
+    """Of scores / temperature along the last axis, the largest subtracted first."""
+    exponents = np.exp((scores - scores.max(axis=-1, keepdims=True)) / temperature)
+    return np.asarray(exponents / exponents.sum(axis=-1, keepdims=True))
+
+
+def log_softmax(scores: Array) -> Array:
+    """Along the last axis, the largest subtracted first."""
+    shifted = scores - scores.max(axis=-1, keepdims=True)
+    return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True)))
+
+
+class Addable(Protocol):
+    """An array of numpy or torch."""
+
+    def __add__(self, other: Any, /) -> Any: ...
+
+
+class Library(NamedTuple, Generic[A]):
+    """What the formula needs of numpy or torch, along the last axis."""
+
+    log_softmax: Callable[[A], A]
+    logsumexp: Callable[[A], A]
+
+
+NUMPY: Final[Library[Array]] = Library(log_softmax, lambda terms: np.asarray(np.logaddexp.reduce(terms, axis=-1)))
+
+
+def mixed(log_q: A, scores: A, library: Library[A]) -> A:
+    """Log p = log sum_k alpha_k exp q_k with alpha = softmax(s), along the last axis, (..., M) (fedge.md section 9)."""
+    return library.logsumexp(library.log_softmax(scores) + log_q)
+
+
+def calibrated(logits: Floats, prior: Array, by: Calibration) -> Array:
+    """Log-probabilities q = log-softmax(l / T + kappa * pi) along the last axis; NaN where a logit is not finite."""
+    with np.errstate(invalid="ignore"):
+        return log_softmax(np.asarray(logits, np.float64) / by.temperature + by.kappa * prior)
+
+
+def raw_energies(logits: Floats) -> Array:
+    """logsumexp_c l_k(x), (n, M), from logits (M, n, C)."""
+    with np.errstate(invalid="ignore"):
+        return np.asarray(np.logaddexp.reduce(np.asarray(logits, np.float64), axis=2).T)
+
+
+def standardised(energies: Array, mean: Array, std: Array) -> Array:
+    """Standardised energies, (n, M), between -3 and 3."""
+    return np.asarray(np.clip((energies - mean) / np.maximum(std, MIN_ENERGY_STD), -ENERGY_CLIP, ENERGY_CLIP))
+
+
+def log_weights(weights: Array) -> Array:
+    """Log omega, (M,), finite for a weight of 0, too."""
+    return np.log(weights, out=np.full(np.shape(weights), ZERO_WEIGHT), where=weights > 0)
+
+
+def log_mixture(log_q: Array, scores: Array) -> Array:
+    """`mixed` for all classes, (n, C).
+
+    Args:
+        log_q: (M, n, C) log-probabilities of the candidates; one that is not finite for a sample is dropped there. None
+            left: p = 1/C (scmoe_pfl.md 11.2).
+        scores: s = log omega + beta e, (n, M).
+    """
+    usable = np.asarray(np.isfinite(log_q).all(axis=2)).T
+    some = np.asarray(usable.any(axis=1))
+    clean = np.where(usable[:, None], np.moveaxis(log_q, 0, -1), 0.0)
+    log_p = np.full(log_q.shape[1:], -math.log(log_q.shape[2]))
+    log_p[some] = mixed(clean[some], np.where(usable, scores, -np.inf)[some, None], NUMPY)
+    return log_p
+
+
+def gate_features(x: NDArray[F]) -> NDArray[F]:
+    """The gate's inputs (n, F) of model inputs (n, *input_shape): means over complete windows (`gate_pool`), flat."""
+    rows, columns = gate_pool(x.shape[1:])
+    if (rows, columns) != (1, 1):
+        n, channels, height, width = x.shape
+        down, across = height // rows, width // columns
+        windows = x[:, :, : down * rows, : across * columns].reshape(n, channels * down, rows, across * columns)
+        lines = np.add.reduce(windows, axis=2).reshape(n, -1, columns)
+        x = np.add.reduce(lines, axis=2) / x.dtype.type(rows * columns)
+    return x.reshape(len(x), -1)
+
+
+def n_gate_features(input_shape: tuple[int, ...]) -> int:
+    """F, the number of the gate's inputs."""
+    return gate_features(np.zeros((1, *input_shape))).size
+
+
+# ------------------------------------------------------------------------------------------------ all of it at once
+
+
+@dataclass(frozen=True, slots=True)
+class Formula:
+    """Everything that determines a prediction, given the logits of M candidates.
+
+    What counts of a candidate's energy is β clip((logsumexp_c(l) - μ) / σ).
+
+    Each row is a copy of a candidate's logits: M rows for the energies, then M for the probabilities softmax(l / T_k +
+    κ_k π) unless they are the same, and one for the guard if it has a share.
+
+    Attributes:
+        hidden: (F, H) of the gate, two layers over `gate_features`, which gives r + log ω.
+        hidden_bias: (H,).
+        out: (H, M).
+        out_bias: (M,).
+        mean: (M,) μ.
+        inverse_std: (M,) 1 / σ.
+        low: bounds of the standardised energy, infinite if unclipped.
+        high: see `low`.
+        beta: β.
+        rows: (R,) the candidate of each row.
+        scale: (R, 1) factors of the rows' logits.
+        prior: (R, C) or (R, 1), added to them.
+        mixed: index of the first row for probabilities.
+        guard: the guard's share of the output, 0 without one.
+        experts: indices of the candidates of which only the `top` best take part in a sample.
+        top: see `experts`.
+        tame: if no logit is larger in absolute value, no row exceeds `SAFE`.
+    """
+
+    hidden: Floats
+    hidden_bias: Floats
+    out: Floats
+    out_bias: Floats
+    mean: Floats
+    inverse_std: Floats
+    low: np.floating
+    high: np.floating
+    beta: np.floating
+    rows: tuple[int, ...]
+    scale: Floats
+    prior: Floats
+    mixed: int
+    guard: np.floating
+    experts: NDArray[np.int64]
+    top: int
+    tame: np.floating
+
+
+def prepared(numbers: Numbers, experts: Sequence[int], top: int) -> Formula:
+    """The formula in the precision of its numbers; see `Formula` for the rest."""
+    n_candidates, dtype = len(numbers["energy.mean"]), numbers["energy.mean"].dtype
+    rows, mixed, guard = [*range(n_candidates)], 0, numbers["guard.share"][0]
+    scale, prior = np.ones((n_candidates, 1), dtype), np.zeros((n_candidates, 1), dtype)
+    own_scale, own_prior = numbers["scale"], numbers["prior"]
+    if guard or own_prior[:n_candidates].any() or (own_scale[:n_candidates] != 1).any():
+        n_calibrated = n_candidates + (guard > 0)
+        rows += numbers["order"][:n_calibrated].tolist()
+        scale = np.concatenate([scale, own_scale[:n_calibrated]])
+        prior = np.concatenate([np.zeros_like(own_prior[:n_candidates]), own_prior[:n_calibrated]])
+        mixed = n_candidates
+    return Formula(
+        hidden=np.ascontiguousarray(numbers["gate.hidden.weight"].T),
+        hidden_bias=numbers["gate.hidden.bias"],
+        out=np.ascontiguousarray(numbers["gate.out.weight"].T),
+        out_bias=numbers["gate.out.bias"],
+        mean=numbers["energy.mean"],
+        inverse_std=numbers["energy.inverse_std"],
+        low=dtype.type(numbers["energy.low"]),
+        high=dtype.type(numbers["energy.high"]),
+        beta=dtype.type(numbers["energy.beta"]),
+        rows=tuple(rows),
+        scale=scale,
+        prior=prior,
+        mixed=mixed,
+        guard=guard,
+        experts=np.array(experts, np.int64),
+        top=top,
+        tame=(SAFE - np.abs(prior).max()) / np.abs(scale).max(),
+    )
+
+
+def guarding(how: Formula) -> int:
+    """The guard's candidate; -1: there is no guard."""
+    return how.rows[-1] if how.guard else -1
+
+
+def shifted(numbers: Numbers) -> dict[str, NDArray[Any]]:
+    """The changes that a flat prior makes to a gate's part: gate scores 0 and no class prior.
+
+    Candidates of weight 0 keep it.
+    """
+    bias = numbers["gate.out.bias"]
+    changed = {
+        "gate.out.weight": np.zeros_like(numbers["gate.out.weight"]),
+        "gate.out.bias": np.where(bias < WITHOUT_WEIGHT, bias, _ZERO),
+    }
+    return changed | ({"prior": np.zeros_like(numbers["prior"])} if "prior" in numbers else {})
+
+
+def gate_scores(how: Formula, x: Floats) -> Floats:
+    """Scores r + log ω, (n, M), of model inputs (n, *input_shape)."""
+    hidden = gate_features(x) @ how.hidden
+    hidden += how.hidden_bias
+    scores: Floats = np.maximum(hidden, _ZERO, out=hidden) @ how.out
+    scores += how.out_bias
+    return scores
+
+
+def counted_energy(how: Formula, k: int, logits: Floats) -> float:
+    """β clip(ẽ) of candidate k with the logits (C,) of one sample; NaN where one of them is not finite."""
+    values: list[float] = logits.tolist()  # for one sample numpy is not faster
+    largest = max(values)
+    if not math.isfinite(sum(values)):
+        return math.nan
+    total = sum([math.exp(value - largest) for value in values])
+    energy = (math.log(total) + largest - float(how.mean[k])) * float(how.inverse_std[k])
+    return min(max(energy, float(how.low)), float(how.high)) * float(how.beta)
+
+
+def counted(how: Formula, energy: Floats) -> Floats:
+    """The part of standardised energies (..., M) that counts: β clip(ẽ)."""
+    clipped: Floats = np.minimum(np.maximum(energy, how.low), how.high)
+    clipped *= how.beta
+    return clipped
+
+
+def fuse(how: Formula, logits: Sequence[Floats], gate: Floats) -> list[Floats]:
+    """Probabilities (n, C), weights (n, M) and energies (n, M) of M logits (n, C) and `gate_scores` (n, M)."""
+    z = np.concatenate([logits[k] for k in how.rows], axis=1).reshape(len(gate), len(how.rows), -1)
+    if np.maximum.reduce(np.abs(z), axis=None) < how.tame and np.maximum.reduce(np.abs(gate), axis=None) < np.inf:
+        return _fused(how, z, gate, tame=True)
+    with np.errstate(all="ignore"):  # non-finite values are dropped
+        return _fused(how, z, gate, tame=False)
+
+
+def _fused(how: Formula, z: Floats, gate: Floats, *, tame: bool) -> list[Floats]:
+    """See `fuse`; `z`: (n, R, C) the logits of each row, which are overwritten."""
+    m, usable = gate.shape[1], None
+    z *= how.scale
+    z += how.prior
+    if not tame:
+        usable = _usable(z[:, :m], gate)
+        z = np.where(usable[:, how.rows, None], z, _ZERO)
+        largest = np.maximum.reduce(z, axis=2)
+        z -= largest[:, :, None]
+    np.exp(z, out=z)
+    total = np.add.reduce(z, axis=2)
+    energy = np.log(total[:, :m])
+    if not tame:
+        energy += largest[:, :m]
+    energy -= how.mean
+    energy *= how.inverse_std
+    score = counted(how, energy)
+    score += gate
+    if usable is not None:
+        score = np.where(usable, score, LOWEST)
+        energy = np.where(usable, energy, _NAN)
+    if len(how.experts) > how.top:
+        _drop(score, how.experts, how.top)
+    score -= np.maximum.reduce(score, axis=1, keepdims=True)
+    alpha = np.exp(score, out=score)
+    alpha /= np.add.reduce(alpha, axis=1, keepdims=True)
+    weights = alpha if usable is None else np.where(usable, alpha, _ZERO)
+    return [_mixed(how, z, total, alpha, usable), weights, energy]
+
+
+def _usable(z: Floats, gate: Floats) -> NDArray[np.bool_]:
+    """(n, M) whether all logits and the score of a candidate are finite."""
+    finite: NDArray[np.bool_] = np.isfinite(np.abs(z).sum(axis=2) + gate)
+    return finite
+
+
+def _drop(score: Floats, experts: NDArray[np.int64], top: int) -> None:
+    """Give each sample's experts outside the `top` best the score of a dropped candidate, in place."""
+    others = np.argsort(-score[:, experts], axis=1, kind="stable")[:, top:]
+    score[np.arange(len(score))[:, None], experts[others]] = LOWEST
+
+
+def _mixed(how: Formula, z: Floats, total: Floats, alpha: Floats, usable: NDArray[np.bool_] | None) -> Floats:
+    """The output p = (1 − g) Σ α_k exp q_k + g exp q_guard, with exp q the rows of `z` by their `total`."""
+    first, last = how.mixed, how.mixed + alpha.shape[1]
+    p = np.add.reduce(z[:, first:last] * (alpha / total[:, first:last])[:, :, None], axis=1)
+    if not how.guard:
+        return np.asarray(p)
+    g = how.guard if usable is None else np.where(usable[:, how.rows[-1], None], how.guard, _ZERO)
+    return np.asarray((1 - g) * p + g * (z[:, -1] / total[:, -1:]))

@@ -1,0 +1,353 @@
+"""The manifest of a bundle: `export` writes it, `deploy` reads it.
+
+A bundle is a folder with
+
+    manifest.json            the struct below; its SHA-256 is the bundle's digest
+    skeleton.onnx            the graph without weights: gate, one branch per candidate, fusion
+    branch.onnx              one candidate's network without weights, for engines that run candidates one by one
+    int8.onnx                optional: the whole graph, candidates in 8 bits, weights inside
+    <sha256>.safetensors     one file per candidate and one for the gate and the calibration
+
+The skeleton is the same for all devices with the same architecture and number of candidates, so it cannot name files by
+content: it names *slots*. Slot names are as long as file names, so the reader inserts file names into the serialised
+graph by replacing bytes (`with_parts`), and a new expert is one new file.
+
+`read` verifies every byte against the manifest before anything else sees it, in this order: the manifest (schema,
+version, ranges), the skeleton (size, SHA-256), each part (a plain file, size, SHA-256, a safetensors header that
+describes exactly its data). It does not check the manifest's origin: a release's manifest is a signed target
+(`deploy.updates.trust`); a folder on the device is as trustworthy as those who can write to it.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from io import BufferedReader
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from fedge.bundle.graph_reader import unbounded
+from fedge.data.task import PRINTABLE, TaskSpec
+from fedge.errors import MALFORMED, ConfigError, ProtocolError, UpdateRejected, failing_as
+from fedge.steps.mixture.fit_pool import MAX_POOL
+from fedge.system.files import digest_of
+from fedge.tensors.layout import places_in
+from fedge.wire.messages import Count, Digest, NonNegative, Role, Share
+
+SCHEMA_VERSION: Final = 1
+MANIFEST: Final = "manifest.json"
+SKELETON: Final = "skeleton.onnx"
+BRANCH: Final = "branch.onnx"
+INT8: Final = "int8.onnx"
+GRAPHS: Final = (SKELETON, BRANCH, INT8)
+OUTPUTS: Final = ("probabilities", "weights", "energies")
+OUTLIER_BELOW: Final = "outlier_below"
+"""Metric: a sample of smaller free energy is flagged as out of distribution."""
+MAX_MANIFEST_BYTES: Final = 1 << 20
+MAX_SKELETON_BYTES: Final = 1 << 26
+MAX_INT8_BYTES: Final = 1 << 30
+
+Name = Annotated[str, Meta(min_length=1, max_length=100, pattern=PRINTABLE)]
+Positive = Annotated[float, Meta(gt=0)]
+
+
+class _Part(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    pass
+
+
+class Part(_Part, frozen=True, kw_only=True):
+    """A file of the bundle, named by its content."""
+
+    digest: Digest
+    size_bytes: Annotated[int, Meta(ge=1, le=2**40)]
+
+    @property
+    def file_name(self) -> str:
+        """Name of the file in the bundle's folder."""
+        return f"{self.digest}.safetensors"
+
+
+class CandidateInfo(_Part, frozen=True, kw_only=True):
+    """A model of the mixture, its calibration and weight (fedge.md sections 7 to 9)."""
+
+    role: Role
+    name: Name
+    part: Part
+    temperature: Positive
+    kappa: NonNegative
+    energy_mean: float
+    energy_std: NonNegative
+    weight: Share
+    energy_max: float | UnsetType = UNSET  # largest standardised energy over the validation samples
+
+
+class GuardInfo(_Part, frozen=True, kw_only=True):
+    """The guard's alternative, which has half of the output (fedge.md section 11)."""
+
+    candidate: Count
+    temperature: Positive
+    kappa: NonNegative
+
+
+class Fusion(_Part, frozen=True, kw_only=True):
+    """How the candidates are mixed. The graph contains it already; this is for people and tools."""
+
+    beta: NonNegative
+    energy_clip: Positive | None  # None: unbounded raw energy
+    top: Annotated[int, Meta(ge=1)]
+    guard: GuardInfo | None
+    space: Literal["logit"] | UnsetType = UNSET  # of fedge 0.1, which could mix logits; only the graph still does
+    energy_temperature: Positive | UnsetType = UNSET  # the same; omitted: 1
+
+
+class PoolInfo(_Part, frozen=True, kw_only=True):
+    """PM-MoE: the candidates are private modules that a gate weighs on logits (pm_moe.md section 5).
+
+    `trunk`: the shared network if the modules are heads, else None; `own`: the device's own module.
+    """
+
+    trunk: Part | None
+    own: Count
+    anchored: bool
+
+
+class Reference(_Part, frozen=True, kw_only=True):
+    """The mixture on the device's validation samples at the time of writing: the reference for drift and outliers.
+
+    Free energy of a sample: -sum_k alpha_k e_k, with the weights and standardised energies of the graph; gate entropy:
+    -sum_k alpha_k log alpha_k, in nats.
+    """
+
+    n: Annotated[int, Meta(ge=2)]
+    free_energy_mean: float
+    free_energy_std: NonNegative
+    gate_entropy_mean: NonNegative
+    gate_entropy_std: NonNegative
+    outlier_above: float  # a sample with larger free energy is flagged as out of distribution
+
+
+class Manifest(_Part, frozen=True, kw_only=True):
+    """All of a bundle except its weights.
+
+    `metrics` are figures for people, and `OUTLIER_BELOW`, since a runtime of fedge 0.1 refuses unknown fields but reads
+    any metric. `max_abs_diff` is the largest difference of a probability between torch and ONNX
+    Runtime at the time of writing.
+    """
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    task: TaskSpec
+    method: Name
+    release: Count
+    skeleton: Part
+    branch: Part | UnsetType = UNSET  # omitted for pools and in older bundles
+    int8: Part | UnsetType = UNSET
+    gate: Part
+    candidates: Annotated[tuple[CandidateInfo, ...], Meta(min_length=1, max_length=MAX_POOL)]
+    fusion: Fusion
+    pool: PoolInfo | UnsetType = UNSET  # omitted for mixtures
+    reference: Reference | UnsetType = UNSET  # omitted with fewer than 2 validation samples
+    metrics: dict[str, float]
+    max_abs_diff: NonNegative
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The parts in slot order: the candidates, the gate, the trunk of a pool."""
+        trunk = (self.pool.trunk,) if isinstance(self.pool, PoolInfo) and self.pool.trunk else ()
+        return (*(candidate.part for candidate in self.candidates), self.gate, *trunk)
+
+    @property
+    def usual(self) -> tuple[float, float]:
+        """Lowest and highest free energy of a normal sample; without a reference, no sample is an outlier."""
+        if isinstance(self.reference, UnsetType):
+            return -math.inf, math.inf
+        return self.metrics.get(OUTLIER_BELOW, -math.inf), self.reference.outlier_above
+
+    @property
+    def files(self) -> dict[str, Part]:
+        """All files of the bundle except the manifest, by name: graphs, then parts, each once."""
+        graphs = zip(GRAPHS, (self.skeleton, self.branch, self.int8), strict=True)
+        named = {name: part for name, part in graphs if isinstance(part, Part)}
+        return named | {part.file_name: part for part in self.parts}
+
+
+class _Version(Struct):
+    schema_version: int
+
+
+def encode(manifest: Manifest) -> bytes:
+    """JSON, equal bytes for equal manifests."""
+    return msgspec.json.format(msgspec.json.encode(manifest, order="deterministic"), indent=2) + b"\n"
+
+
+def decode(data: bytes) -> Manifest:
+    """Parse an untrusted manifest.
+
+    Raises:
+        UpdateRejected: not JSON, another schema version, a missing or unknown field, or a bad value.
+    """
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise UpdateRejected(f"manifest of {len(data)} bytes, at most {MAX_MANIFEST_BYTES} allowed")
+    with failing_as(UpdateRejected, "manifest", on=MALFORMED):
+        version = msgspec.json.decode(data, type=_Version).schema_version
+        if version != SCHEMA_VERSION:
+            raise UpdateRejected(f"manifest of schema version {version}, this runtime reads {SCHEMA_VERSION}")
+        manifest = msgspec.json.decode(data, type=Manifest)
+    guard = manifest.fusion.guard
+    if guard is not None and guard.candidate >= len(manifest.candidates):
+        raise UpdateRejected(f"manifest: guard names candidate {guard.candidate} of {len(manifest.candidates)}")
+    return manifest
+
+
+def slot(index: int) -> str:
+    """The skeleton's name for part number `index`, as long as a part's file name."""
+    return f"{f'slot-{index}-':.<64}.safetensors"
+
+
+def with_parts(skeleton: bytes, parts: Sequence[Part]) -> bytes:
+    """The serialised graph with file names in place of slots; lengths, and so the encoding, stay the same."""
+    for index, part in enumerate(parts):
+        skeleton = skeleton.replace(slot(index).encode(), part.file_name.encode())
+    return skeleton
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """A verified bundle: its manifest and the digest of that, the graph with the parts' names, and the folder.
+
+    `branch`: branch.onnx unchanged, with the name of slot 0; empty if the bundle has none.
+    """
+
+    manifest: Manifest
+    digest: str
+    graph: bytes
+    folder: Path
+    branch: bytes = b""
+
+    def candidate(self, index: int) -> bytes:
+        """The graph of one candidate's network: input x, output `LOGITS`."""
+        return with_parts(self.branch, [self.manifest.candidates[index].part])
+
+
+def read(folder: Path, *, again: bool = False) -> Bundle:
+    """Verify a bundle.
+
+    `again`: this device wrote and verified the folder before; the weights in its parts are not hashed again.
+
+    Raises:
+        UpdateRejected: a file is missing, altered, of another size, not a plain file, or malformed; the text names it.
+    """
+    manifest, digest = look(folder)
+    skeleton = _graph(folder / SKELETON, manifest.skeleton)
+    branch = _graph(folder / BRANCH, manifest.branch) if isinstance(manifest.branch, Part) else b""
+    if isinstance(manifest.int8, Part):
+        if manifest.int8.size_bytes > MAX_INT8_BYTES:
+            raise UpdateRejected(f"{INT8} of {manifest.int8.size_bytes} bytes, at most {MAX_INT8_BYTES} allowed")
+        with _plain(folder / INT8) as file:
+            _require_same(folder / INT8, file, manifest.int8, hashed=not again)
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data, memoryview(data) as view:
+                _require_bounded(folder / INT8, view)
+    for part in dict.fromkeys(manifest.parts):
+        path = folder / part.file_name
+        with _plain(path) as file:
+            _require_same(path, file, part, hashed=not again)
+            _require_tensors(path, file)
+    return Bundle(manifest, digest, with_parts(skeleton, manifest.parts), folder, branch)
+
+
+def require_bundle(folder: Path) -> None:
+    """Refuse a folder that is not there, or one that holds bundles and is none itself: a device's home.
+
+    Raises:
+        ConfigError: it is such a folder; the text names the bundle last written into it.
+    """
+    if (folder / MANIFEST).exists():
+        return
+    within = sorted(folder.glob(f"bundles/*/{MANIFEST}"), key=lambda path: (path.stat().st_mtime, path))
+    if within or not folder.is_dir():
+        such_as = f", such as {within[-1].parent}" if within else ""
+        raise ConfigError(f"no bundle at {folder}: name the folder that holds {MANIFEST}{such_as}")
+
+
+def look(folder: Path) -> tuple[Manifest, str]:
+    """The manifest in a folder and its digest; no other file is read.
+
+    Raises:
+        UpdateRejected: it is missing or malformed.
+    """
+    data = _bytes(folder / MANIFEST, MAX_MANIFEST_BYTES)
+    return decode(data), digest_of(data)
+
+
+def digest_in(folder: Path) -> str:
+    """The digest of the bundle in a folder; the manifest is not parsed.
+
+    Raises:
+        OSError: there is none.
+    """
+    return digest_of((folder / MANIFEST).read_bytes())
+
+
+def holds(path: Path, part: Part) -> bool:
+    """Whether a plain file matches the manifest; hashes it all."""
+    try:
+        with _plain(path) as file:
+            _require_same(path, file, part, hashed=True)
+    except (UpdateRejected, OSError):
+        return False
+    return True
+
+
+def _plain(path: Path) -> BufferedReader:
+    """Open a plain file; refuse links and anything else."""
+    if path.is_symlink() or not path.is_file():
+        raise UpdateRejected(f"{path} is missing or not a plain file")
+    return path.open("rb")
+
+
+def _bytes(path: Path, limit: int) -> bytes:
+    with _plain(path) as file:
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise UpdateRejected(f"{path} is larger than {limit} bytes")
+    return data
+
+
+def _graph(path: Path, part: Part) -> bytes:
+    data = _bytes(path, MAX_SKELETON_BYTES)
+    if (len(data), digest_of(data)) != (part.size_bytes, part.digest):
+        raise UpdateRejected(f"{path} is not the one of the manifest")
+    _require_bounded(path, memoryview(data))
+    return data
+
+
+def _require_bounded(path: Path, graph: memoryview) -> None:
+    try:
+        reason = unbounded(graph)
+    except ValueError as error:
+        reason = f"it is not a graph: {error}"
+    if reason:
+        raise UpdateRejected(f"{path}: {reason}")
+
+
+def _require_same(path: Path, file: BufferedReader, part: Part, *, hashed: bool) -> None:
+    """Check that a file on disk matches the manifest, without reading it into memory."""
+    import hashlib  # 3.5 MB of OpenSSL: import only when hashing
+
+    if (size := file.seek(0, os.SEEK_END)) != part.size_bytes:
+        raise UpdateRejected(f"{path} has {size} bytes, the manifest says {part.size_bytes}")
+    file.seek(0)
+    if hashed and hashlib.file_digest(file, "sha256").hexdigest() != part.digest:
+        raise UpdateRejected(f"{path} does not hash to what the manifest says")
+
+
+def _require_tensors(path: Path, file: BufferedReader) -> None:
+    with failing_as(UpdateRejected, f"{path}: its header does not describe its data", on=ProtocolError):
+        places = places_in(file, metadata=False)
+    if odd := {place.dtype.name for place in places.values()} - {"float32", "int64"}:
+        raise UpdateRejected(f"{path}: its header names tensors of {', '.join(sorted(odd))}")

@@ -1,0 +1,370 @@
+"""A broker for one machine, as a child process: Mosquitto if installed, otherwise amqtt.
+
+The child never outlives us, even after kill -9 (`fedge.system.tether`).
+
+amqtt lacks MQTT 5 and redelivery, and formats every payload for a debug line that cannot be switched off. It is only a
+fallback that needs no installation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import getpass
+import json
+import logging
+import os
+import random
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from pathlib import Path
+from typing import Final, Self
+
+import click
+
+from fedge.errors import ConfigError, TransportError
+from fedge.identity.names import CRL, Role, subject_of
+from fedge.membership import broker_configuration
+from fedge.membership.credentials import CERTIFICATE
+from fedge.system import child
+from fedge.system.background import on_signal
+from fedge.system.files import version_of
+from fedge.system.help import Command, Heading, json_option, option
+from fedge.wire.streams import connection
+
+log = logging.getLogger("fedge.broker")
+
+KINDS: Final = ("auto", "mosquitto", "amqtt")
+START_TIMEOUT_S: Final = 60.0
+"""amqtt imports for several seconds on a Raspberry Pi, and for longer on a busy one."""
+STOP_TIMEOUT_S: Final = 5.0
+POLL_S: Final = 0.02
+LOOK_S: Final = 0.5
+"""Pause between two looks at the files of the broker's identity."""
+
+_SBIN: Final = ("/usr/sbin", "/usr/local/sbin")
+"""Where distributions put Mosquitto, outside a normal user's PATH."""
+
+
+def mosquitto_path() -> str | None:
+    """The path of Mosquitto on this machine, if installed."""
+    return shutil.which("mosquitto") or shutil.which("mosquitto", path=os.pathsep.join(_SBIN))
+
+
+def choose(kind: str) -> str:
+    """Resolve "auto" to "mosquitto" or "amqtt".
+
+    Raises:
+        ConfigError: the kind is unknown, or its program is not installed.
+    """
+    if kind not in KINDS:
+        raise ConfigError(f"unknown broker {kind!r}; choose one of {', '.join(KINDS)}")
+    if kind == "auto":
+        return "mosquitto" if mosquitto_path() else "amqtt"
+    if kind == "mosquitto" and mosquitto_path() is None:
+        raise ConfigError("mosquitto is not installed (Debian: apt install mosquitto); or choose --kind amqtt")
+    return kind
+
+
+def mosquitto_config(listener: str, home: Path | None = None) -> str:
+    """A Mosquitto configuration around its listener; `home`: the folder for retained messages."""
+    kept = "persistence false" if home is None else f"persistence true\npersistence_location {home.absolute()}/"
+    return f"""\
+{listener}
+{kept}
+# As root it would change its user, and the kernel would then forget to kill it with us.
+user {getpass.getuser()}
+log_dest stderr
+log_type error
+log_type warning
+"""
+
+
+def free_port(host: str) -> int:
+    """A TCP port that is free at this moment. The system gives it to nobody by itself, so a broker can return to it."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_768)  # Linux gives those from 32768
+        with socket.socket() as probe:
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+            else:
+                return port
+
+
+class LocalBroker:
+    """A broker as a child of this process. An async context manager; may be killed and restarted on its port.
+
+    Start it from a thread that lives as long as the broker should (normally the main thread).
+
+    identity: of a broker, by `fedge provision`; Mosquitto then admits only members of its federation.
+    topic_prefix: of that federation's topics, if it has one.
+    """
+
+    def __init__(
+        self,
+        kind: str = "auto",
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        home: Path | None = None,
+        identity: Path | None = None,
+        topic_prefix: str = "",
+    ) -> None:
+        self.name = choose("mosquitto" if identity is not None and kind == "auto" else kind)
+        if identity is not None and self.name != "mosquitto":
+            raise ConfigError(f"{self.name} knows no certificates: --identity needs --kind mosquitto")
+        self._identity = identity
+        self._topic_prefix = topic_prefix
+        self.host = host
+        self.port = port or free_port(host)
+        self._temporary = tempfile.TemporaryDirectory(prefix="fedge-broker-") if home is None else None
+        self._home = Path(self._temporary.name) if self._temporary is not None else home
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def __aenter__(self) -> Self:
+        """Start, and wait until it accepts connections; raises as `start`."""
+        try:
+            await self.start()
+        except BaseException:
+            await self.stop()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    async def start(self) -> None:
+        """Start the child and wait until it accepts connections.
+
+        Raises:
+            TransportError: the port is taken, or the child ended or did not listen in time (with the end of its log).
+        """
+        assert self._home is not None
+        if await self._listens():
+            raise TransportError(
+                f"somebody already listens on {self.host}:{self.port}: if it is a broker, such as Debian's Mosquitto, "
+                "use that one; otherwise take another port (--port)"
+            )
+        self._home.mkdir(parents=True, exist_ok=True)
+        with (self._home / "broker.log").open("ab") as output:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._command(self._home),
+                env=child.environment(),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,  # Ctrl-C is for us; we stop the child after its users
+            )
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                while self._process.returncode is None and not await self._listens():  # noqa: ASYNC110 - nothing tells
+                    await asyncio.sleep(POLL_S)
+        except TimeoutError as error:
+            raise TransportError(f"{self.name} did not listen on {self.host}:{self.port}: {self._log_end()}") from error
+        if self._process.returncode is not None:
+            raise TransportError(f"{self.name} ended at once ({self._process.returncode}): {self._log_end()}")
+        log.info("event=broker_started kind=%s host=%s port=%d", self.name, self.host, self.port)
+
+    def _command(self, home: Path) -> list[str]:
+        if self.name == "amqtt":
+            return child.tethered(*child.command("fedge.commands.broker", self.host, str(self.port)))
+        config = home / "mosquitto.conf"
+        if self._identity is None:
+            text = mosquitto_config(broker_configuration.for_everybody(self.host, self.port))
+        else:
+            rules = broker_configuration.access_list(_federation_of(self._identity), self._topic_prefix)
+            (home / broker_configuration.ACCESS_LIST).write_text(rules)
+            folder = self._identity.absolute()
+            listener = broker_configuration.for_members(folder, home.absolute(), self.port, self.host)
+            text = mosquitto_config(broker_configuration.before_listeners() + listener, home)
+        config.write_text(text, encoding="utf-8")
+        program = mosquitto_path() or "mosquitto"
+        return child.tethered(program, "-c", str(config))
+
+    async def _listens(self) -> bool:
+        try:
+            async with connection(self.host, self.port):
+                return True
+        except OSError:
+            return False
+
+    def _log_end(self) -> str:
+        assert self._home is not None
+        lines = (self._home / "broker.log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        return " | ".join(lines[-3:])
+
+    @property
+    def pid(self) -> int | None:
+        """Process id while it runs."""
+        return self._process.pid if self._process is not None else None
+
+    async def wait(self) -> int:
+        """Wait until the broker exits; returns its exit status."""
+        assert self._process is not None
+        return await self._process.wait()
+
+    async def follow(self) -> None:
+        """Restart whenever the identity files change; never returns.
+
+        Mosquitto reads the certificate revocation list only at start, and clients already admitted stay until then.
+
+        Raises:
+            TransportError: it does not start, or exited.
+        """
+        assert self._identity is not None
+        files = self._identity / CRL, self._identity / CERTIFICATE
+        known = [version_of(file) for file in files]
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if self._process is not None and self._process.returncode is not None:
+                raise TransportError(f"{self.name} ended with status {self._process.returncode}: {self._log_end()}")
+            if (found := [version_of(file) for file in files]) != known:
+                known = found
+                log.info("event=broker_restarts reason=%r", f"the files in {self._identity} have changed")
+                await self._end(signal.SIGTERM)
+                await self.start()
+
+    async def kill(self) -> None:
+        """Kill -9, like a power cut; `start` brings it back on the same port, without its state."""
+        await self._end(signal.SIGKILL)
+
+    async def stop(self) -> None:
+        """Stop it cleanly, or by force if it does not exit. No effect if it is not running."""
+        await self._end(signal.SIGTERM)
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+    async def _end(self, number: signal.Signals) -> None:
+        process, self._process = self._process, None
+        if process is None or process.returncode is not None:
+            return
+        process.send_signal(number)
+        try:
+            async with asyncio.timeout(STOP_TIMEOUT_S):
+                await process.wait()
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+
+
+def _federation_of(identity: Path) -> str:
+    from fedge.identity.certificates import load_certificate
+
+    subject = subject_of(load_certificate(identity / CERTIFICATE))
+    if subject is None or subject.role is not Role.BROKER:
+        raise ConfigError(f"{identity} is not a broker's identity: that is FOLDER/broker of `fedge provision`")
+    return subject.federation
+
+
+# ------------------------------------------------------------------------------------------------------- the child
+
+
+async def _serve_amqtt(host: str, port: int) -> None:
+    """Run amqtt until SIGTERM, open to everybody and without its logging plugins."""
+    from amqtt.broker import Broker
+
+    config = {
+        "listeners": {"default": {"type": "tcp", "bind": f"{host}:{port}"}},
+        "plugins": {"amqtt.plugins.authentication.AnonymousAuthPlugin": {"allow_anonymous": True}},
+    }
+    stop = asyncio.Event()
+    on_signal(stop.set)
+    server = Broker(config)
+    await server.start()
+    await stop.wait()
+    await server.shutdown()
+
+
+# -------------------------------------------------------------------------------------------------- `fedge broker`
+
+
+async def _run(running: LocalBroker, *, follow: bool, as_json: bool) -> None:
+    stop = asyncio.Event()
+    on_signal(stop.set)
+    async with running:
+        if as_json:
+            listening = {"event": "listening", "kind": running.name, "host": running.host, "port": running.port}
+            click.echo(json.dumps(listening))
+        else:
+            click.echo(f"{running.name} listens on {running.host}:{running.port}; Ctrl-C ends it")
+        stopped = asyncio.ensure_future(stop.wait())
+        ended = asyncio.ensure_future(running.follow() if follow else running.wait())
+        await asyncio.wait((stopped, ended), return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        if not stop.is_set():
+            raise TransportError(f"{running.name} ended with status {ended.result()}")
+        ended.cancel()
+
+
+@click.command(cls=Command)
+@option(
+    "--kind",
+    heading=Heading.BROKER,
+    type=click.Choice(KINDS),
+    default="auto",
+    show_default=True,
+    help="The broker is of this kind; auto is Mosquitto if it is installed.",
+)
+@option(
+    "--host",
+    heading=Heading.BROKER,
+    default="127.0.0.1",
+    show_default=True,
+    help="The broker listens on this address.",
+)
+@option(
+    "--port",
+    heading=Heading.BROKER,
+    type=click.IntRange(0, 65535),
+    default=1883,
+    show_default=True,
+    help="The broker listens on this TCP port; 0 is a free one.",
+)
+@option(
+    "--identity",
+    heading=Heading.IDENTITY,
+    type=click.Path(path_type=Path),
+    help="This folder, FOLDER/broker of `fedge provision`, admits only members of its federation, over TLS.",
+)
+@option(
+    "--topic-prefix",
+    heading=Heading.IDENTITY,
+    default="",
+    help="With --identity, this is the prefix of the federation's topics, if it has one.",
+)
+@option(
+    "--home",
+    heading=Heading.FOLDERS,
+    type=click.Path(path_type=Path),
+    help="This folder gets the broker's configuration and log.",
+)
+@json_option("The command prints a JSON object with kind, host and port, once the broker listens.")
+def broker(
+    kind: str, host: str, port: int, home: Path | None, identity: Path | None, topic_prefix: str, *, as_json: bool
+) -> None:
+    """Run a broker on this machine until Ctrl-C: Mosquitto if it is installed, otherwise amqtt.
+
+    It admits everybody who can reach the address, so keep it on this machine or a closed network. With an identity
+    (`fedge provision`), Mosquitto admits members only, and restarts itself when a certificate is revoked.
+
+    Examples:
+      fedge broker
+      fedge broker --host 0.0.0.0 --port 1884 --kind mosquitto --home ./broker
+      fedge broker --host 0.0.0.0 --port 8883 --identity /etc/fedge/broker
+      fedge broker --port 0 --json
+
+    Exit codes: 0 stopped, 2 wrong usage, 3 it does not start or ends by itself.
+    """
+    local = LocalBroker(kind, host=host, port=port, home=home, identity=identity, topic_prefix=topic_prefix)
+    asyncio.run(_run(local, follow=identity is not None, as_json=as_json))
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.ERROR)
+    asyncio.run(_serve_amqtt(sys.argv[1], int(sys.argv[2])))

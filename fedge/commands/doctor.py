@@ -1,0 +1,416 @@
+"""`fedge doctor`: diagnoses problems of an agent, a coordinator or a runtime on this machine and suggests remedies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+import shutil
+import ssl
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+import click
+import msgspec
+import psutil
+from msgspec import Struct
+
+import fedge
+from fedge.errors import ConfigError, FedgeError, ProtocolError, TransportError
+from fedge.identity.names import Role, Subject
+from fedge.identity.tls import client_tls
+from fedge.membership.credentials import CERTIFICATE, Broker, Credentials, DeviceName, FederationName
+from fedge.membership.signed_messages import speaker
+from fedge.settings import resolve, section_of, settings_options
+from fedge.system import child
+from fedge.system.help import Command, Heading, json_option
+from fedge.system.text import host_and_port, printable
+from fedge.wire.messages import BEACON_S, Beacon, decode
+from fedge.wire.route import ProxyError, connect
+from fedge.wire.topics import Topics
+from fedge.wire.transport import OTHER_NAME, BrokerSettings, Inbound, Transport
+
+PATIENCE_S: Final = 10.0
+TORCH_S: Final = 60.0
+"""A board with an SD card needs most of a minute to import it the first time."""
+SMALL_DISK: Final = 200e6
+AGENT_GB: Final = 0.29
+"""Memory of an agent and its process that trains a small network: the sum of their PSS (`benchmarks/at_rest.py`)."""
+SLOW_FSYNC_S: Final = 0.5
+
+RETAINED_S: Final = 1.0
+"""A broker has passed on by then what it retains."""
+BEHIND_S: Final = 5.0
+"""How far a clock may be behind the coordinator's."""
+SILENT_S: Final = 3 * BEACON_S
+"""A coordinator that runs has spoken since."""
+OUT_OF_DATE: Final = 10
+"""OpenSSL's code of an expired certificate."""
+OLDER_RULES: Final = (
+    "a broker provisioned by an earlier fedge keeps it from devices: run `fedge provision broker` there again"
+)
+
+State = Literal["ok", "warning", "bad", "skipped"]
+
+
+class Finding(Struct, frozen=True, omit_defaults=True):
+    """A finding, and what to `do` about it. skipped: nothing was looked at, and `found` says why."""
+
+    check: str
+    state: State
+    found: str
+    do: str = ""
+
+
+class DoctorSettings(Credentials, frozen=True, kw_only=True):
+    """Section [doctor] of the configuration."""
+
+    role: Annotated[
+        Literal["agent", "coordinator", "serve"],
+        Heading.RUNS,
+        "The section of this role in the configuration counts.",
+    ] = "agent"
+    broker: Broker | None = None
+    federation: FederationName | None = None
+    id: DeviceName | None = None
+    home: Annotated[
+        Path | None, Heading.FOLDERS, "This is the folder of the agent, the coordinator or the runtime."
+    ] = None
+
+
+@click.command(cls=Command)
+@settings_options(DoctorSettings, "doctor")
+@json_option()
+def doctor(config: Path | None, as_json: bool, **flags: object) -> int:
+    """Find out what is wrong on this machine, and what to do.
+
+    The command checks versions, clock, memory, torch, ONNX Runtime, disk, certificates and broker, and compares clock
+    and version with the coordinator's. It changes nothing. What it could not check reads "skipped", with the setting
+    that is missing.
+
+    Examples:
+      fedge doctor --config /etc/fedge/agent.toml
+      fedge doctor --role coordinator --config edge_server.toml
+      fedge doctor --broker server:8883 --federation shop --id cam1 --identity /etc/fedge/identity --json
+
+    Exit codes: 0 nothing is bad, 1 something is, 2 wrong usage or configuration.
+    """
+    own = resolve(DoctorSettings, "doctor", config, flags)
+    told = {k: v for k, v in section_of(config, own.role).items() if k in DoctorSettings.__struct_fields__}
+    given = {name: value for name, value in flags.items() if value is not None}
+    settings = resolve(DoctorSettings, "doctor", config, told | given)
+    found = [*of_the_machine(), *of_the_home(settings.home), *of_the_certificates(settings), *of_the_broker(settings)]
+    if as_json:
+        click.echo(msgspec.json.encode(found).decode())
+    else:
+        for finding in found:
+            click.echo(printable(f"{finding.state:<8}{finding.check:<14}{finding.found}"))
+            if finding.do:
+                click.echo(printable(f"{'':<22}-> {finding.do}"))
+    return 1 if any(finding.state == "bad" for finding in found) else 0
+
+
+# -------------------------------------------------------------------------------------------------- the machine
+
+
+def of_the_machine() -> Iterator[Finding]:
+    """Versions, clock, memory, torch and ONNX Runtime."""
+    system = f"Python {platform.python_version()}, {platform.machine()}, {os.cpu_count()} processors"
+    yield Finding("versions", "ok", f"fedge {fedge.__version__}, {system}")
+    yield _clock()
+    free = psutil.virtual_memory().available
+    if free < AGENT_GB * 1e9:
+        do = f"training a small network takes {AGENT_GB} GB: end other programs, or take --inference-only"
+        yield Finding("memory", "warning", f"{free / 1e9:.2f} GB are free", do)
+    else:
+        yield Finding("memory", "ok", f"{free / 1e9:.2f} GB are free")
+    yield _torch()
+    yield from _onnxruntime()
+
+
+def _clock() -> Finding:
+    now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    if shutil.which("timedatectl") is None:
+        return Finding("clock", "ok", f"{now}; nobody here tells whether it is set by the network")
+    asked = subprocess.run(
+        ["timedatectl", "show", "-p", "NTPSynchronized", "--value"], capture_output=True, text=True, check=False
+    )
+    if asked.stdout.strip() == "no":
+        do = "`timedatectl set-ntp true`, and wait: with a wrong clock certificates do not count"
+        return Finding("clock", "warning", f"{now}; not set by the network", do)
+    return Finding("clock", "ok", now)
+
+
+def _torch() -> Finding:
+    if find_spec("torch") is None:
+        return Finding("torch", "ok", "not installed: this device predicts, and does not train")
+    try:
+        return Finding("torch", "ok", child.call("fedge.commands.doctor:torch_here", returns=str, timeout_s=TORCH_S))
+    except (ConfigError, TimeoutError) as error:
+        do = "docs/devices.md tells which torch runs on which board; install with -c constraints.txt"
+        return Finding("torch", "bad", f"cannot be imported: {error}", do)
+
+
+def torch_here() -> str:
+    """Torch's version, and the GPU that it sees."""
+    import torch
+
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    return f"{torch.__version__}, {gpu}"
+
+
+def _onnxruntime() -> Iterator[Finding]:
+    if find_spec("onnxruntime") is None:
+        yield Finding("onnxruntime", "bad", "not installed", "pip install 'fedge[deploy]'")
+        return
+    try:
+        works, fails, wheels = child.call(
+            "fedge.commands.doctor:providers_here", returns=tuple[list[str], list[str], list[str]], timeout_s=TORCH_S
+        )
+    except (ConfigError, TimeoutError) as error:
+        yield Finding("onnxruntime", "bad", f"cannot be run: {error}", "reinstall it: pip install 'fedge[deploy]'")
+        return
+    if len(wheels) > 1:
+        do = "keep one: pip uninstall both, install one (docs/devices.md)"
+        yield Finding("onnxruntime", "bad", f"two wheels lie over each other: {', '.join(wheels)}", do)
+    yield Finding("onnxruntime", "ok", f"{', '.join(wheels)}; runs on {', '.join(works)}")
+    if fails:
+        do = "its libraries are missing (CUDA, cuDNN, TensorRT), or there is no such device"
+        yield Finding("onnxruntime", "warning", f"does not run on {', '.join(fails)}, which this build has", do)
+
+
+def providers_here() -> tuple[list[str], list[str], list[str]]:
+    """Execution providers that work, those that do not, and the installed wheels."""
+    from fedge.bundle.runtime import at_work, onnxruntime, session_options, wheels
+
+    there = [p for p in onnxruntime.get_available_providers() if p != "AzureExecutionProvider"]  # in each: a service
+    options = session_options(Path())
+    works = [p for p in there if p in at_work(onnxruntime.InferenceSession(_relu(), options, providers=[p]))]
+    return works, [p for p in there if p not in works], list(wheels())
+
+
+def _relu() -> bytes:
+    """The smallest graph, in ONNX's protobuf: y = Relu(x), one number each."""
+
+    def part(number: int, data: bytes) -> bytes:
+        return bytes([number << 3 | 2, len(data)]) + data
+
+    kind = part(1, b"\x08\x01" + part(2, part(1, b"\x08\x01")))  # float32, shape (1,)
+    ends = [part(1, name) + part(2, kind) for name in (b"x", b"y")]
+    node = part(1, b"x") + part(2, b"y") + part(4, b"Relu")
+    graph = part(1, node) + part(2, b"g") + part(11, ends[0]) + part(12, ends[1])
+    return b"\x08\x08" + part(7, graph) + part(8, b"\x10\x11")
+
+
+# ----------------------------------------------------------------------------------------------------- the home
+
+
+def of_the_home(home: Path | None) -> Iterator[Finding]:
+    """Whether the home's disk accepts writes, and how fast."""
+    if home is None:
+        yield Finding("disk", "skipped", "no home is given", "give --home")
+        return
+    if not home.is_dir():
+        yield Finding("disk", "bad", f"{home} is no folder", "give the --home that the service has, or start it once")
+        return
+    disk = os.statvfs(home)
+    free = disk.f_bavail * disk.f_frsize
+    if disk.f_files and disk.f_favail < max(100, disk.f_files // 100):
+        do = "delete small files there: `du --inodes -d1` tells where they are"
+        yield Finding("disk", "bad", f"{home} has room for {disk.f_favail} more files", do)
+    if free < SMALL_DISK:
+        do = "delete what is not needed, or take a larger disk: nothing is accepted that cannot be kept"
+        yield Finding("disk", "bad", f"{free / 1e6:.0f} MB are free in {home}", do)
+    try:
+        with tempfile.TemporaryFile(dir=home) as file:
+            file.write(bytes(100_000))
+            began = time.perf_counter()
+            file.flush()
+            os.fsync(file.fileno())
+            seconds = time.perf_counter() - began
+    except OSError as error:
+        do = "run the doctor as the user of the service; mount it for writing; a disk that turned read-only is worn out"
+        yield Finding("disk", "bad", f"{home} cannot be written: {error.strerror}", do)
+        return
+    told = f"{free / 1e9:.1f} GB are free in {home}; 0.1 MB are safe after {1e3 * seconds:.0f} ms"
+    slow = "each order and each report waits for it; take another SD card, or an SSD" if seconds > SLOW_FSYNC_S else ""
+    yield Finding("disk", "warning" if slow else "ok", told, slow)
+
+
+# ---------------------------------------------------------------------------------------------- the certificates
+
+
+def of_the_certificates(settings: DoctorSettings) -> Iterator[Finding]:
+    """Validity, authority and name of our certificate, and the age of the revocation list."""
+    if settings.identity is None and settings.cert_file is None:
+        yield Finding("certificates", "skipped", "none are given", "give --identity, if the federation has any")
+        return
+    try:
+        files = settings.by_files()
+        assert files.ca_file is not None
+        assert files.cert_file is not None
+        client_tls(files.ca_file, files.cert_file, files.key_file)
+        yield from _certificates(settings, Path(files.ca_file), Path(files.cert_file))
+    except ConfigError as error:
+        do = f"{CERTIFICATE} and the others come from `fedge enrol` or `fedge provision`"
+        yield Finding("certificates", "bad", str(error), do)
+
+
+def _certificates(settings: DoctorSettings, ca_file: Path, cert_file: Path) -> Iterator[Finding]:
+    from fedge.identity.certificates import is_issued_by, life_of, load_certificate, now, warnings_of
+    from fedge.identity.names import subject_of
+
+    own, at = load_certificate(cert_file), now()
+    begin, end = life_of(own)
+    if not is_issued_by(own, load_certificate(ca_file)):
+        yield Finding(
+            "certificates", "bad", f"{cert_file} is not of the authority in {ca_file}", "enrol this machine anew"
+        )
+    if at < begin:
+        do = "set the clock of this machine: it is behind that of the authority"
+        yield Finding(
+            "clock", "bad", f"the certificate counts from {begin:%Y-%m-%d %H:%M} UTC on, which is to come", do
+        )
+    subject = subject_of(own)
+    if subject is not None and settings.federation not in {None, subject.federation}:
+        do = f"set federation = {subject.federation!r}, or enrol this machine in the other one"
+        yield Finding("certificates", "bad", f"{cert_file} is of {subject}, not of {settings.federation}", do)
+    if subject is not None and settings.role == "agent" and settings.id not in {None, subject.name}:
+        yield Finding(
+            "certificates", "bad", f"{cert_file} names {subject.name}, not {settings.id}", f"set id = {subject.name!r}"
+        )
+    for text in warnings_of(ca_file, cert_file, at):
+        told, _, do = text.rpartition(": ")
+        yield Finding("certificates", "bad" if "expired on" in told else "warning", told, do)
+    yield Finding("certificates", "ok", f"{cert_file}: {subject or 'somebody'}, until {end:%Y-%m-%d}")
+
+
+# ---------------------------------------------------------------------------------------------------- the broker
+
+
+def of_the_broker(settings: DoctorSettings) -> Iterator[Finding]:
+    """Whether the broker is reachable, authentic, and lets us in, publish and subscribe; what the coordinator says."""
+    if settings.broker is None:
+        yield Finding("broker", "skipped", "no broker is given", "give --broker")
+        return
+    try:
+        broker = settings.at(settings.broker)
+    except ConfigError as error:
+        yield Finding("broker", "bad", str(error))
+        return
+    where = host_and_port(broker.host, broker.port)
+    try:
+        _knock(broker)
+    except ssl.SSLCertVerificationError as error:
+        do = "give --ca-file the authority that made the broker's certificate"
+        if error.verify_code in OTHER_NAME:
+            do = "call the broker by a name that its certificate has, or provision it with this one (--host)"
+        elif error.verify_code == OUT_OF_DATE:
+            do = "its certificate is out of date, or this clock is wrong: `fedge provision renew` on the server"
+        yield Finding("broker", "bad", f"{where} is not who it should be: {error.verify_message}", do)
+        return
+    except ssl.SSLError as error:
+        do = "is it the port for TLS (8883)? Without certificates take 1883, and no --identity"
+        yield Finding("broker", "bad", f"{where} does not speak TLS with us: {error.reason or error}", do)
+        return
+    except ProxyError as error:
+        yield Finding("broker", "bad", f"{where} cannot be reached: {error}", "see --proxy, and who runs it")
+        return
+    except OSError as error:
+        do = "is it started, is the address right, does a firewall stand between?"
+        yield Finding("broker", "bad", f"{where} cannot be reached: {error.strerror or error}", do)
+        return
+    yield from asyncio.run(_speak(settings, broker, where))
+
+
+def _knock(broker: BrokerSettings) -> None:
+    at = broker.address
+    with connect(at.host, at.port, broker.proxy, PATIENCE_S) as tcp:
+        if (context := broker.tls()) is not None:
+            context.wrap_socket(tcp, server_hostname=at.name).close()
+
+
+async def _speak(settings: DoctorSettings, broker: BrokerSettings, where: str) -> list[Finding]:
+    """Log in, subscribe and publish to an unused topic, under a client id that disconnects nobody; hear the beacon."""
+    topics, me = Topics(settings.federation or "doctor"), settings.id or "doctor"
+    listen, speak = ("orders", "predictions") if settings.role != "coordinator" else ("status", "acks")
+    do = "see there, the broker's log, and docs/operating.md, Brokers of others; is our certificate revoked?"
+    transport = Transport(broker, topics.client_id("status", f"doctor-{me}"), session_expiry_s=0)
+    try:
+        async with asyncio.timeout(PATIENCE_S), transport:
+            do = "see the access list of the broker: docs/security-setup.md has what each role needs"
+            if settings.federation is not None:
+                await transport.subscribe(topics.agent(me, listen), _ignore)
+                await transport.publish(topics.agent(me, speak), b"")
+            heard = await _beacon(settings, broker, transport)
+    except TimeoutError:
+        return [Finding("broker", "bad", f"{where} does not answer in MQTT", "is it a broker, and this its port?")]
+    except (FedgeError, BaseExceptionGroup) as error:
+        first = error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error
+        if not isinstance(first, TransportError):
+            raise
+        return [Finding("broker", "bad", str(first), do)]
+    rights = ", and our topics are open to us" if settings.federation is not None else ""
+    return [Finding("broker", "ok", f"{where} lets us in, MQTT {transport.protocol}{rights}"), *heard]
+
+
+async def _ignore(_: object) -> None:
+    """Ignore a message."""
+
+
+# ----------------------------------------------------------------------------------------------- the coordinator
+
+
+async def _beacon(settings: DoctorSettings, broker: BrokerSettings, transport: Transport) -> list[Finding]:
+    """What the coordinator retains at the broker of its time and version, beside ours."""
+    if settings.role == "coordinator":
+        return []
+    if settings.federation is None or settings.id is None:
+        return [Finding("coordinator", "skipped", "federation or id is not given", "give --federation and --id")]
+    topics = Topics(settings.federation)
+    heard: asyncio.Future[Inbound] = asyncio.get_running_loop().create_future()
+
+    async def take(inbound: Inbound) -> None:
+        if not heard.done():
+            heard.set_result(inbound)
+
+    try:
+        signed = speaker(broker, Subject(settings.federation, Role.DEVICE, settings.id), None)
+        await transport.subscribe(topics.beacon, take)
+        async with asyncio.timeout(RETAINED_S):
+            inbound = await heard
+        payload = signed.open(topics.beacon, inbound.payload, Role.COORDINATOR)
+        return [*compare(decode(payload, Beacon), time.time())]
+    except TimeoutError:
+        told = f"nothing was heard of one of {settings.federation}: clock and version are not compared"
+        return [Finding("coordinator", "warning", told, f"start it, or update it; {OLDER_RULES}")]
+    except TransportError as error:
+        return [Finding("coordinator", "warning", f"the broker does not let us hear it: {error}", OLDER_RULES)]
+    except (ConfigError, ProtocolError) as error:
+        do = "see the certificates above; somebody else may speak in its name"
+        return [Finding("coordinator", "bad", f"what it says cannot be trusted: {error}", do)]
+
+
+def compare(beacon: Beacon, now: float) -> Iterator[Finding]:
+    """The coordinator's clock and version beside ours; `now`: seconds since the epoch by this clock.
+
+    The beacon may be a minute old, so a clock that is ahead by less than that is not found.
+    """
+    age_s = now - beacon.at
+    if age_s < -BEHIND_S:
+        do = "set the wrong one by the network (`timedatectl set-ntp true`)"
+        yield Finding("clock", "bad", f"this clock is {-age_s:.0f} s or more behind the coordinator's", do)
+    elif age_s > SILENT_S:
+        do = "start the coordinator; if it runs, this clock is ahead: set it by the network"
+        yield Finding("coordinator", "warning", f"it spoke {age_s:.0f} s ago by this clock, for the last time", do)
+    else:
+        yield Finding("coordinator", "ok", f"it spoke {max(age_s, 0):.0f} s ago by this clock")
+    if beacon.fedge_version != fedge.__version__:
+        do = "update the older one; versions from 0.2.0 on understand one another"
+        told = f"the coordinator has fedge {beacon.fedge_version}, this machine {fedge.__version__}"
+        yield Finding("versions", "warning", told, do)

@@ -1,0 +1,191 @@
+"""Folders and zip files of images, one folder per class: `<class>/*.jpg`, or below train/ and test/."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
+from typing import Final, Literal
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from fedge.data.npz import INPUT_BYTES, require_room
+from fedge.data.preprocessing import load_image
+from fedge.data.task import TEST, TRAIN, VALIDATION, TaskSpec
+from fedge.errors import MALFORMED, ConfigError, failing_as
+from fedge.system.files import require_there
+from fedge.system.text import is_text, nearest
+
+log = logging.getLogger("fedge.tasks")
+
+SUFFIXES: Final = frozenset({".jpg", ".jpeg", ".png"})
+SENSITIVE_FILE: Final = "sensitive.txt"
+SPLIT_FILE: Final = "split.json"
+OTHERS: Final = frozenset({".heic", ".heif", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif"})
+"""Images that are not read."""
+MANY: Final = 20
+"""Images that a message names."""
+LEFT_BY_DESKTOPS: Final = frozenset({"Thumbs.db", "desktop.ini"})
+"""Files that mean nothing, like those whose names begin with a dot."""
+
+
+def names(source: Path, *, labelled: bool = True) -> list[str]:
+    """Relative paths of the images in a folder or .zip, sorted. If not `labelled`, they may lie anywhere in it.
+
+    Raises:
+        ConfigError: the source is neither, or no image lies in a class folder.
+    """
+    found = _paths(source)
+    images = sorted(n for n in found if PurePosixPath(n).suffix.lower() in SUFFIXES)
+    where = f"{source} must hold images in one folder per class, <class>/*.jpg or *.png"
+    if not images:
+        others = sorted(n for n in found if PurePosixPath(n).suffix)
+        raise ConfigError(f"{where}: there is no image in it" + "".join(f", but {n}" for n in others[:1]))
+    if labelled and (foreign := [n for n in images if not is_text(n)]):
+        raise ConfigError(f"{where}: {foreign[0]!a} is not UTF-8; rename it")
+    if labelled and (loose := [n for n in images if "/" not in n]):
+        raise ConfigError(f"{where}: {loose[0]} lies in none")
+    return images
+
+
+def _paths(source: Path) -> list[str]:
+    require_there(source, "folder or .zip of images")
+    with failing_as(ConfigError, f"{source} is not a folder or .zip of images", on=(OSError, zipfile.BadZipFile)):
+        if source.is_dir():
+            return [p.relative_to(source).as_posix() for p in source.rglob("*")]
+        with zipfile.ZipFile(source) as archive:
+            return archive.namelist()
+
+
+def warn_of_unread(source: Path) -> None:
+    """Log how many images of other formats lie in a folder or .zip, which nobody reads.
+
+    Raises:
+        ConfigError: the source is neither.
+    """
+    if unread := sorted(n for n in _paths(source) if PurePosixPath(n).suffix.lower() in OTHERS):
+        log.warning(
+            "event=images_not_read n=%d file=%s reason='only .jpg and .png are read: convert the others'",
+            *(len(unread), source / unread[0]),
+        )
+
+
+def has_classes(images: Sequence[str], classes: Sequence[str]) -> bool:
+    """Whether images lie in folders, and any of these is called like a class."""
+    return all("/" in image for image in images) and any(class_of(image) in classes for image in images)
+
+
+def class_of(name: str) -> str:
+    """The class of an image is the folder it lies in."""
+    return PurePosixPath(name).parent.name
+
+
+def labels(images: Sequence[str], classes: Sequence[str]) -> NDArray[np.int64]:
+    """Class numbers of images.
+
+    Raises:
+        ConfigError: a folder name is not a class of the task.
+    """
+    numbers = {name: number for number, name in enumerate(classes)}
+    unknown = sorted({class_of(image) for image in images} - set(numbers))
+    if unknown:
+        hint = nearest(unknown[0], classes)
+        raise ConfigError(f"folders {unknown} are not classes of the task ({', '.join(classes)}){hint}")
+    return np.array([numbers[class_of(image)] for image in images], dtype=np.int64)
+
+
+def load(task: TaskSpec, source: Path, images: Sequence[str]) -> NDArray[np.uint8]:
+    """The images as (n, height, width[, 3]) uint8, in the order of their names.
+
+    Raises:
+        ConfigError: an image cannot be read; the text names it. Or all take more than a quarter of the memory.
+    """
+    require_room(source, INPUT_BYTES * len(images) * math.prod(task.input_shape))
+    with zipfile.ZipFile(source) if source.is_file() else contextlib.nullcontext() as archive:
+        found: list[NDArray[np.uint8]] = []
+        broken: dict[str, ConfigError] = {}
+        for image in images:
+            try:
+                found.append(_from_archive(task, archive, image) if archive else load_image(task, source / image))
+            except ConfigError as error:
+                broken[image] = error
+    if broken:
+        first, *others = broken
+        raise ConfigError(
+            f"{broken[first]}; {len(broken)} of {len(images)} images cannot be read: remove or replace {first}"
+            + "".join(f", {other}" for other in others[:MANY])
+            + ", ..." * (len(others) > MANY)
+        )
+    return np.stack(found)
+
+
+def require_known(folder: Path) -> None:
+    """Refuse unknown files next to the images: a typo must not lose the marks.
+
+    Raises:
+        ConfigError: a file is neither an image nor, at the top of the folder, `sensitive.txt` or `split.json`. Hidden
+            files are allowed anywhere.
+    """
+    known = (SENSITIVE_FILE, SPLIT_FILE)
+    for path in sorted(folder.rglob("*")):
+        inside = path.relative_to(folder)
+        hidden = any(part.startswith(".") for part in inside.parts) or path.name in LEFT_BY_DESKTOPS
+        if path.is_dir() or hidden or path.suffix.lower() in SUFFIXES or inside.as_posix() in known:
+            continue
+        hint = nearest(path.name.lower(), known)
+        raise ConfigError(
+            f"{path} means nothing here{hint}: beside images there may be {' and '.join(known)} in {folder} "
+            "itself; move other files away"
+        )
+
+
+def sensitive_flags(folder: Path, images: Sequence[str]) -> NDArray[np.bool_]:
+    """Flags of the images listed in `sensitive.txt`, one relative path per line; all False without such a file.
+
+    Raises:
+        ConfigError: it lists an image that does not exist, or is not text.
+    """
+    file = folder / SENSITIVE_FILE
+    if not os.path.lexists(file):  # a link to nowhere: the marks are somewhere else
+        return np.zeros(len(images), dtype=np.bool_)
+    with failing_as(ConfigError, f"{file} must name an image a line, in UTF-8", on=(OSError, UnicodeDecodeError)):
+        lines = file.read_text(encoding="utf-8").splitlines()
+    marked = {line.strip() for line in lines if line.strip()}
+    if missing := sorted(marked - set(images)):
+        raise ConfigError(f"{file} marks {missing[0]}, which is not there: a marked image must not be lost by a typo")
+    return np.array([image in marked for image in images], dtype=np.bool_)
+
+
+def split_numbers(folder: Path, images: Sequence[str]) -> NDArray[np.int64] | None:
+    """0 train, 1 validation, 2 test, from `split.json`: {"val": [paths], "test": [paths]}; the rest is training.
+
+    Raises:
+        ConfigError: not such a file, or it names a missing image or lists one twice.
+    """
+    file = folder / SPLIT_FILE
+    if not file.exists():
+        return None
+    parts = _read_split(file)
+    numbers = dict.fromkeys(images, TRAIN)
+    for number, part in ((VALIDATION, parts.get("val", [])), (TEST, parts.get("test", []))):
+        for image in part:
+            if numbers.get(image) != TRAIN:
+                raise ConfigError(f"{file}: {image} is not there, or stands twice")
+            numbers[image] = number
+    return np.array([numbers[image] for image in images], dtype=np.int64)
+
+
+def _read_split(file: Path) -> dict[Literal["val", "test"], list[str]]:
+    with failing_as(ConfigError, f'{file} must be {{"val": [paths], "test": [paths]}}', on=(OSError, *MALFORMED)):
+        return msgspec.json.decode(file.read_bytes(), type=dict[Literal["val", "test"], list[str]])
+
+
+def _from_archive(task: TaskSpec, archive: zipfile.ZipFile, image: str) -> NDArray[np.uint8]:
+    with archive.open(image) as file:
+        return load_image(task, file, image)

@@ -1,0 +1,107 @@
+"""Arrays from untrusted .npz and .npy files: claimed sizes are checked before memory is allocated."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import tokenize
+import zipfile
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import IO, Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedge.errors import ConfigError
+from fedge.system.files import require_there
+
+MEMORY_SHARE: Final = 0.25
+"""Of this machine's memory, that the samples of a file may take as model inputs; while they are made, there are up to
+three copies."""
+INPUT_BYTES: Final = 4
+"""Of a number of a model input, however small it is in the file."""
+
+_DAMAGED: Final = (
+    OSError, ValueError, TypeError, KeyError, EOFError, MemoryError, RuntimeError, RecursionError, AttributeError,
+    zipfile.BadZipFile, zlib.error, tokenize.TokenError,
+)  # fmt: skip
+"""What NumPy and zipfile raise of a file whose bytes are anything."""
+
+
+def load(file: Path, names: Iterable[str] | None = None) -> dict[str, NDArray[Any]]:
+    """Load the named arrays that a file holds; None: all.
+
+    Raises:
+        ConfigError: it cannot be read, is not an .npz file, or its arrays need more than a quarter of the memory.
+    """
+    require_there(file, "file of samples")
+    try:
+        with file.open("rb") as opened, np.load(opened, allow_pickle=False) as archive:
+            found = [name for name in names or archive.files if name in archive]
+            require_room(file, sum(_claimed(archive.zip, name) for name in found))
+            return {name: _readable(archive[name]) for name in found}
+    except _DAMAGED as error:
+        raise ConfigError(f"{file} is not an .npz file of arrays: {error}") from error
+
+
+def load_array(file: Path) -> NDArray[Any]:
+    """Load the array of an .npy file.
+
+    Raises:
+        ConfigError: it cannot be read, is not an .npy file, or its array needs more than a quarter of the memory.
+    """
+    require_there(file, "file of samples")
+    try:
+        with file.open("rb") as opened:
+            require_room(file, _sized(opened, "it", os.fstat(opened.fileno()).st_size))
+            opened.seek(0)
+            return _readable(np.lib.format.read_array(opened, allow_pickle=False))
+    except _DAMAGED as error:
+        raise ConfigError(f"{file} is not an .npy file of an array: {error}") from error
+
+
+def require_room(file: Path, claimed: int) -> None:
+    """Refuse a file whose content takes more than a quarter of the memory.
+
+    Raises:
+        ConfigError: it does.
+    """
+    allowed = int(MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    if claimed > allowed:
+        raise ConfigError(
+            f"{file} takes {claimed / 2**20:.0f} MiB of memory, at most {allowed / 2**20:.0f} MiB, a quarter of it, "
+            "may be taken here"
+        )
+
+
+def _readable(array: NDArray[Any]) -> NDArray[Any]:
+    """The same array, after checking its text: invalid characters would crash readers."""
+    if array.dtype.kind == "U":
+        numbers = np.ascontiguousarray(array).reshape(-1).view(np.dtype(np.uint32).newbyteorder(array.dtype.byteorder))
+        if numbers.size and numbers.max() > sys.maxunicode:
+            raise ValueError("text that holds no characters")
+    return array
+
+
+def _claimed(archive: zipfile.ZipFile, name: str) -> int:
+    """Bytes of an array by its header, as model input; the file is damaged if the member's size differs."""
+    member = f"{name}.npy" if f"{name}.npy" in archive.namelist() else name
+    with archive.open(member) as file:
+        return _sized(file, name, archive.getinfo(member).file_size)
+
+
+def _sized(file: IO[bytes], name: str, size: int) -> int:
+    """The same of an open .npy file of `size` bytes."""
+    version = np.lib.format.read_magic(file)
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, _, dtype = read(file)
+    if dtype.hasobject:
+        raise ValueError(f"{name} holds Python objects: .astype(float) or .astype(str) makes numbers or text of them")
+    claimed = math.prod(shape) * dtype.itemsize
+    held = size - file.tell()
+    if claimed != held:
+        raise ValueError(f"{name} claims {claimed} bytes and holds {held}")
+    return math.prod(shape) * max(dtype.itemsize, INPUT_BYTES)

@@ -1,0 +1,120 @@
+"""From raw samples to model inputs: one function for training and inference, without torch."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedge.data import tables
+from fedge.data.scaling import are_inputs, precision, unfit
+from fedge.data.task import TaskSpec
+from fedge.errors import ConfigError, failing_as
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+
+def apply(task: TaskSpec, raw: NDArray[Any]) -> NDArray[np.float32]:
+    """Reshape raw samples into model inputs and scale them: (x / scale - mean) / std.
+
+    With the mean and std of each column or channel, if the task has them. The numbers are computed in double precision
+    where a mean is large beside its std.
+
+    `raw`: (n, *input_shape), or for images (n, height, width, channels), or (n, height, width) with one channel.
+
+    Returns:
+        (n, *input_shape) float32, finite, a new array.
+
+    Raises:
+        ConfigError: the samples have another shape, are not numbers, or too large to compute with in single precision;
+            the text says where.
+    """
+    if raw.dtype.kind not in "buif":
+        raise ConfigError(f"samples must be numbers, not {raw.dtype}")
+    shaped = _shaped(task.input_shape, raw)
+    mean, std = _scale(task)
+    kind = precision(mean, std)
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):  # what is not finite is refused below
+        x: NDArray[np.floating] = np.array(shaped, dtype=kind, order="C")
+        np.subtract(x, mean.astype(kind), out=x)
+        np.divide(x, std.astype(kind), out=x)
+        inputs = x.astype(np.float32, copy=False)
+    if (kind is np.float64 or not are_inputs(inputs)) and (fault := unfit(shaped, inputs)):
+        raise ConfigError(fault)
+    return inputs
+
+
+def input_precision(task: TaskSpec) -> type[np.float32 | np.float64]:
+    """The type that raw samples should have, lest a part of what distinguishes them is lost before they are scaled."""
+    return precision(*_scale(task))
+
+
+def load_image(
+    task: TaskSpec, source: Path | IO[bytes], name: str = "", max_pixels: int | None = None
+) -> NDArray[np.uint8]:
+    """Read an image file in the task's colours, size and upright orientation.
+
+    Args:
+        task: with an `image_mode`, and an input shape (channels, height, width).
+        source: a PNG or JPEG file, or an open one.
+        name: of an open file in error messages.
+        max_pixels: limit for untrusted images; None: Pillow's own limit, 89 million.
+
+    Returns:
+        (height, width) uint8 for a grey task, (height, width, 3) for colour.
+
+    Raises:
+        ConfigError: the task has no images, the file cannot be read, or it has too many pixels.
+    """
+    from PIL import Image
+
+    mode = task.preprocessing.image_mode
+    if mode is None or len(task.input_shape) != 3:
+        raise ConfigError(f"task {task.name} takes arrays, not images")
+    _, height, width = task.input_shape
+    with failing_as(ConfigError, f"cannot read the image {name or source}", on=Exception):  # Pillow raises many kinds
+        upright = _upright(source, mode, max_pixels)
+    if upright.size != (width, height):
+        upright = upright.resize((width, height), Image.Resampling.BILINEAR)
+    return np.asarray(upright)
+
+
+def _upright(source: Path | IO[bytes], mode: str, max_pixels: int | None) -> Image.Image:
+    """The image upright and in these colours, without needless copies: a large one dominates memory."""
+    from PIL import Image, ImageOps
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        with Image.open(source, formats=("PNG", "JPEG")) as image:
+            if max_pixels is not None and image.width * image.height > max_pixels:
+                raise ValueError(f"{image.width} x {image.height} pixels, at most {max_pixels} allowed")
+            image.load()
+            ImageOps.exif_transpose(image, in_place=True)
+            return image if image.mode == mode else image.convert(mode)
+
+
+def _scale(task: TaskSpec) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """What raw samples are reduced by, and then divided by: in their unit, of a shape that goes with theirs."""
+    how = task.preprocessing
+    if how.table:
+        return tables.scale(how.table)
+    one_each = (-1, *(1,) * (len(task.input_shape) - 1))
+    mean, std = (np.reshape(v, one_each if isinstance(v, tuple) else ()) * how.scale for v in (how.mean, how.std))
+    return np.asarray(mean), np.asarray(std)
+
+
+def _shaped(shape: tuple[int, ...], raw: NDArray[Any]) -> NDArray[Any]:
+    """View of the samples as (n, *shape)."""
+    if raw.shape[1:] == shape and raw.ndim > 1:
+        return raw
+    if len(shape) == 3:
+        channels, height, width = shape
+        if raw.shape[1:] == (height, width, channels):
+            return np.moveaxis(raw, -1, 1)
+        if channels == 1 and raw.shape[1:] == (height, width):
+            return raw[:, np.newaxis]
+    raise ConfigError(f"samples have the shape {raw.shape[1:]}, but the task takes {shape}")

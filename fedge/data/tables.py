@@ -1,0 +1,242 @@
+"""Tables, CSV or Parquet, and the schema that defines their columns.
+
+The schema is a TOML file, equal on all machines: it defines which columns become numbers and how they are scaled;
+nothing is learned from a device's rows. Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from fedge.data.npz import require_room
+from fedge.data.scaling import FURTHEST, LARGEST, precision
+from fedge.data.task import Column, Schema, TaskSpec
+from fedge.errors import ConfigError, failing_as
+from fedge.system.files import require_there
+from fedge.system.loading import needs
+from fedge.system.text import nearest, printable
+
+SUFFIXES: Final = (".csv", ".parquet")
+NO_VALUE: Final = frozenset({"", "na", "nan", "null"})
+"""Cells that count as missing, in any case."""
+MARKS: Final = {"0": 0, "1": 1, "false": 0, "true": 1}
+BATCH: Final = 4096
+"""Rows that are read together."""
+
+Cells = Mapping[str, Sequence[object]]
+
+
+def read_schema(file: Path) -> Schema:
+    """The schema in a TOML file.
+
+    Raises:
+        ConfigError: it cannot be read, or contradicts itself; the text says where.
+    """
+    require_there(file, "schema of a table")
+    with failing_as(ConfigError, f"{file} is not a schema of a table", on=(OSError, ValueError, RecursionError)):
+        schema = msgspec.convert(tomllib.loads(file.read_text(encoding="utf-8")), Schema)
+    names = [c.name for c in schema.columns]
+    names += [name for name in (schema.target, schema.sensitive, schema.user) if name] + list(schema.ignore)
+    faults = [f"{name} stands twice" for name in dict.fromkeys(names) if names.count(name) > 1]
+    faults += ["a class stands twice"] * (len(set(schema.classes)) < len(schema.classes))
+    for column in schema.columns:
+        if not column.categories:
+            if isinstance(column.missing, str):
+                faults.append(f"{column.name} is a number, and missing = {column.missing!r} is none")
+            elif column.missing is not None and not _fits(column, column.missing):
+                faults.append(
+                    f"missing = {column.missing!r} of {column.name} is too large to compute with once it is scaled"
+                )
+        elif column.missing not in (None, *column.categories):
+            faults.append(f"missing = {column.missing!r} of {column.name} is none of its categories")
+        elif (column.mean, column.std) != (0, 1) or len(set(column.categories)) < len(column.categories):
+            faults.append(f"{column.name} has categories: each once, and neither mean nor std")
+    if faults:
+        raise ConfigError(f"{file}: {'; '.join(faults)}")
+    return schema
+
+
+def schema_of(task: TaskSpec) -> Schema:
+    """The schema of a task whose samples are rows.
+
+    Raises:
+        ConfigError: they are not.
+    """
+    if not task.preprocessing.table:
+        raise ConfigError(f"task {task.name} takes no tables: name a schema, --task SCHEMA.toml")
+    return task.preprocessing.table
+
+
+def scale(schema: Schema) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Mean and std of each network input, (width,) each; 0 and 1 for a category."""
+    widths = [column.width for column in schema.columns]
+    mean, std = (np.repeat(values, widths) for values in zip(*((c.mean, c.std) for c in schema.columns), strict=True))
+    return mean.astype(np.float64), std.astype(np.float64)
+
+
+def read(schema: Schema, file: Path, *, labelled: bool = True) -> dict[str, NDArray[Any]]:
+    """The rows of a table as arrays, as in an .npz. If not `labelled`, the class column may be missing.
+
+    Returns:
+        x (n, width) unscaled, float32, or float64 where a mean is large beside its std; y (n,) int64; if the schema
+        names their columns, sensitive (n,) bool and user (n,) int64, numbered in order of appearance.
+
+    Raises:
+        ConfigError: the file cannot be read, has other columns than the schema or an invalid cell (the text names the
+            row, counted from 1 after the header), or is too large for the memory.
+    """
+    parts: list[dict[str, NDArray[Any]]] = []
+    users: dict[object, int] = {}
+    n = 0
+    kind = precision(*scale(schema))
+    require_there(file, "table")
+    for cells in _csv(schema, file, labelled) if file.suffix.lower() == ".csv" else _parquet(schema, file, labelled):
+        reader = _Reader(file, n + 1)
+        part = {"x": np.concatenate([reader.inputs(c, cells[c.name]) for c in schema.columns], axis=1, dtype=kind)}
+        if schema.target in cells:
+            numbers = {name: number for number, name in enumerate(schema.classes)}
+            part["y"] = reader.numbered(schema.target, cells[schema.target], numbers)
+        if schema.sensitive:
+            marks = [str(cell).lower() for cell in cells[schema.sensitive]]
+            part["sensitive"] = reader.numbered(schema.sensitive, marks, MARKS).astype(np.bool_)
+        if schema.user:
+            part["user"] = np.array([users.setdefault(str(who), len(users)) for who in cells[schema.user]], np.int64)
+        parts.append(part)
+        n += len(part["x"])
+        require_room(file, part["x"].itemsize * n * schema.width)
+    if not parts:
+        raise ConfigError(f"{file} has no rows")
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+class _Reader:
+    """One batch's cells as numbers; `first`: the number of its first row, for errors."""
+
+    def __init__(self, file: Path, first: int) -> None:
+        self._file, self._first = file, first
+
+    def inputs(self, column: Column, cells: Sequence[object]) -> NDArray[np.floating]:
+        """(n, width)."""
+        if column.categories:
+            known = {name: number for number, name in enumerate(column.categories)}
+            return np.eye(len(known), dtype=np.float32)[self.numbered(column.name, cells, known, column.missing)]
+        found = np.array([self._number(i, column, cell) for i, cell in enumerate(cells)], np.float64)
+        return found[:, np.newaxis]
+
+    def numbered(
+        self, name: str, cells: Sequence[object], known: Mapping[str, int], missing: object = None
+    ) -> NDArray[np.int64]:
+        """The number for each cell's word, (n,) int64."""
+        found = np.empty(len(cells), np.int64)
+        for i, cell in enumerate(cells):
+            word = _word(cell)
+            if word not in known and word.lower() in NO_VALUE:
+                word = "" if missing is None else str(missing)
+            if word not in known:
+                hint = nearest(word, known) if word else ""
+                told = printable(word)[:100] if word else "missing"
+                raise self._fault(i, name, f"is {told}{hint}: expected {', '.join([*known][:20])}")
+            found[i] = known[word]
+        return found
+
+    def _number(self, i: int, column: Column, cell: object) -> float:
+        word = _word(cell)
+        if word.lower() in NO_VALUE:
+            if column.missing is None:
+                raise self._fault(
+                    i, column.name, "is missing: give the column a `missing` in the schema, or fill it in"
+                )
+            return float(column.missing)
+        try:
+            value = float(word)
+        except ValueError:
+            value = np.inf
+        if not abs(value) <= LARGEST:
+            raise self._fault(i, column.name, f"is not a number: {printable(word)[:100]}")
+        if not _fits(column, value):
+            what = f"is {value:g}, too large to compute with once it is scaled: empty the cell if it is missing"
+            raise self._fault(i, column.name, what)
+        return value
+
+    def _fault(self, i: int, name: str, what: str) -> ConfigError:
+        return ConfigError(f"{self._file}, row {self._first + i}: {name} {what}")
+
+
+def _fits(column: Column, value: float) -> bool:
+    """Whether the network can see a number."""
+    return abs(value) <= LARGEST and abs(value - column.mean) <= FURTHEST * column.std
+
+
+def _word(cell: object) -> str:
+    """A cell as text; whole numbers stored as floats because of gaps become whole numbers again."""
+    if isinstance(cell, float) and cell.is_integer():
+        return str(int(cell))
+    return "" if cell is None else str(cell).strip()
+
+
+def _csv(schema: Schema, file: Path, labelled: bool) -> Iterator[Cells]:
+    try:
+        with file.open(encoding="utf-8-sig", newline="") as opened:
+            require_room(file, os.fstat(opened.fileno()).st_size)
+            rows = csv.reader(opened, strict=True)
+            header = [name.strip() for name in next(rows, [])]
+            if len(header) == 1 and (other := next((mark for mark in ";\t|" if mark in header[0]), None)):
+                raise ConfigError(f"{file} has {other!r} between its columns: save it with commas")
+            wanted = _columns(schema, file, header, labelled)
+            whole = (_whole(row, header, f"{file}, line {rows.line_num}") for row in rows)
+            for batch in iter(lambda: [*islice(whole, BATCH)], []):
+                cells = dict(zip(header, zip(*batch, strict=True), strict=True))
+                yield {name: cells[name] for name in wanted}
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(f"{file} is not a table with commas, in UTF-8, with a header: {error}") from error
+
+
+def _whole(row: list[str], header: list[str], where: str) -> list[str]:
+    """The row, which has a cell for each column."""
+    if not row:
+        raise ConfigError(f"{where} is blank: delete it")
+    if len(row) != len(header):
+        told = printable(str(row))[:100]
+        raise ConfigError(f"{where}: the row has {len(row)} cells, the header {len(header)}: {told}")
+    return row
+
+
+def _parquet(schema: Schema, file: Path, labelled: bool) -> Iterator[Cells]:
+    try:
+        from pyarrow import parquet
+    except ModuleNotFoundError as error:
+        raise needs(error, "a Parquet table", "tables") from error
+    try:
+        with parquet.ParquetFile(file, memory_map=True) as opened:
+            wanted = _columns(schema, file, opened.schema_arrow.names, labelled)
+            groups = [opened.metadata.row_group(i) for i in range(opened.metadata.num_row_groups)]
+            require_room(file, max((group.total_byte_size for group in groups), default=0))
+            for batch in opened.iter_batches(BATCH, columns=wanted):
+                yield batch.to_pydict()
+    except (OSError, ValueError, MemoryError, NotImplementedError) as error:  # pyarrow's own are subclasses of these
+        raise ConfigError(f"{file} is not a Parquet table: {error}") from error
+
+
+def _columns(schema: Schema, file: Path, there: Iterable[str], labelled: bool) -> list[str]:
+    """The columns to read, each once."""
+    there = list(there)
+    needed = [*(c.name for c in schema.columns), *filter(None, (schema.sensitive, schema.user))]
+    needed += [schema.target] * (labelled or schema.target in there)
+    faults = [f"lacks {name}{nearest(name, there)}" for name in needed if name not in there]
+    faults += [f"has {name} twice" for name in needed if there.count(name) > 1]
+    faults += [f"has {name}, which the schema does not name" for name in there if name not in {*needed, *schema.ignore}]
+    if faults:
+        more = f"; and {len(faults) - 4} more" if len(faults) > 4 else ""
+        told = printable("; ".join(faults[:4]))
+        raise ConfigError(f"{file} {told}{more}. Mend the table, or the schema: `ignore` names columns to leave out")
+    return needed

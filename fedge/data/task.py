@@ -1,0 +1,126 @@
+"""The task description that both sides agree on. It needs no torch, unlike `fedge.tasks` and `fedge.models`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+INPUT: Final = "x"
+
+
+LOGITS: Final = "logits"
+"""Output of branch.onnx."""
+
+
+PRINTABLE: Final = r"^[^\x00-\x1f\x7f-\x9f]*\Z"
+"""Text that gives a terminal no command: without control characters."""
+
+
+TRAIN, VALIDATION, TEST = range(3)
+"""Values of `split`: the part of the data that a sample belongs to."""
+
+Word = Annotated[str, Meta(pattern=PRINTABLE, min_length=1, max_length=200)]
+
+
+class Column(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A column that the network sees: a number, (value - mean) / std, or one-hot `categories`.
+
+    `missing`: replaces an empty cell; None: a row with one is refused.
+    """
+
+    name: Word
+    mean: float = 0.0
+    std: Annotated[float, Meta(gt=0)] = 1.0
+    categories: tuple[Word, ...] = ()
+    missing: float | Word | None = None
+
+    @property
+    def width(self) -> int:
+        """The number of network inputs it becomes."""
+        return len(self.categories) or 1
+
+
+class Schema(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What the columns of a table mean (`fedge.data.tables`).
+
+    `target`: the column of the class, one of `classes`. `sensitive`: the column of marks, 0 or 1. `user`: the person
+    behind a row, for `--partition natural`. `ignore`: columns that are allowed and unused.
+    """
+
+    target: Word
+    classes: Annotated[tuple[Word, ...], Meta(min_length=2)]
+    columns: Annotated[tuple[Column, ...], Meta(min_length=1)]
+    sensitive: Word | None = None
+    user: Word | None = None
+    ignore: tuple[Word, ...] = ()
+
+    @property
+    def width(self) -> int:
+        """The number of network inputs."""
+        return sum(column.width for column in self.columns)
+
+
+Positive = Annotated[float, Meta(gt=0)]
+
+
+class Preprocessing(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How a raw sample becomes a model input: (x / scale - mean) / std, after images are resized.
+
+    `mean`, `std`: one number, or one for each column of samples (columns,), each channel of (channels, ...).
+    `image_mode` None: samples are arrays, not images; "L": grey; "RGB": colour. `table`: samples are rows, and each
+    column has its own mean and std.
+    """
+
+    scale: Positive = 1.0
+    mean: float | tuple[float, ...] = 0.0
+    std: Positive | tuple[Positive, ...] = 1.0
+    image_mode: str | None = None
+    table: Schema | UnsetType = UNSET  # omitted for other tasks, whose fingerprints are older than tables
+
+
+class TaskSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What is learned: classes, input and network. Coordinator and agents must have equal fingerprints."""
+
+    name: Annotated[str, Meta(pattern=PRINTABLE)]
+    classes: Annotated[tuple[Annotated[str, Meta(pattern=PRINTABLE)], ...], Meta(min_length=2)]
+    input_shape: Annotated[tuple[int, ...], Meta(min_length=1, max_length=3)]  # without batch, channels first
+    model: str  # "mlp", "cnn", or the user's own "package.module:factory"
+    model_options: dict[str, int | float | str | bool] = {}
+    preprocessing: Preprocessing = Preprocessing()
+
+    def __post_init__(self) -> None:
+        table = self.preprocessing.table
+        if table and self.input_shape != (table.width,):
+            raise ValueError(f"the table makes {table.width} numbers, the network takes {self.input_shape}")
+        for name in ("mean", "std"):
+            own = getattr(self.preprocessing, name)
+            if isinstance(own, tuple) and len(own) != self.input_shape[0]:
+                raise ValueError(f"{name} holds {len(own)} numbers, the network takes inputs of {self.input_shape}")
+
+    @property
+    def n_classes(self) -> int:
+        """C, at least 2."""
+        return len(self.classes)
+
+    @property
+    def code(self) -> tuple[str, ...]:
+        """What it imports and calls: the paths package.module:name of its class and network."""
+        return tuple(dict.fromkeys(path for path in (self.name, self.model) if ":" in path))
+
+    def fingerprint(self) -> str:
+        """16 hex digits; any change to the task changes them."""
+        import hashlib  # 3.5 MB of OpenSSL: import only when hashing
+
+        return hashlib.sha256(msgspec.json.encode(self, order="deterministic")).hexdigest()[:16]
+
+
+def gate_pool(input_shape: tuple[int, ...]) -> tuple[int, int]:
+    """Pooling window of the image that the gate sees, so that at most 8 x 8 remain (scmoe_pfl.md 11.1).
+
+    (1, 1), no pooling, for small images and for inputs that are not (channels, height, width).
+    """
+    if len(input_shape) != 3:
+        return (1, 1)
+    return (-(-input_shape[1] // 8), -(-input_shape[2] // 8))

@@ -1,0 +1,71 @@
+"""The device's own validation samples, kept beside its bundles to evaluate new ones. They never leave the device."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedge.data.npz import load
+from fedge.data.task import TaskSpec
+from fedge.errors import ConfigError
+from fedge.system.files import write_atomically
+
+FILE: Final = "validation.npz"
+
+
+@dataclass(frozen=True, slots=True)
+class Validation:
+    """x: (n, *input_shape) float32 model inputs; y: (n,) int64 class numbers, None without labels.
+
+    sensitive: (n,) bool, samples about which nothing may be reported; None: none.
+    """
+
+    x: NDArray[np.float32]
+    y: NDArray[np.int64] | None
+    sensitive: NDArray[np.bool_] | None = None
+
+    @property
+    def told(self) -> NDArray[np.bool_]:
+        """The non-sensitive samples, (n,): figures on these may be reported."""
+        return np.ones(len(self.x), np.bool_) if self.sensitive is None else ~self.sensitive
+
+    def save(self, home: Path) -> None:
+        """Write HOME/validation.npz, readable by its owner alone.
+
+        Raises:
+            StoreError: the disk is full or broken.
+        """
+        buffer = io.BytesIO()
+        optional = {"y": self.y, "sensitive": self.sensitive}
+        arrays = {"x": self.x, **{name: array for name, array in optional.items() if array is not None}}
+        np.savez(buffer, **arrays)  # type: ignore[arg-type]  # allow_pickle is not an array
+        write_atomically(home / FILE, buffer.getvalue())
+
+
+def load_validation(home: Path, task: TaskSpec) -> Validation:
+    """Read HOME/validation.npz; without one there are no samples.
+
+    Raises:
+        ConfigError: it cannot be read, or does not hold samples of this task.
+    """
+    path = home / FILE
+    if not path.exists():
+        return Validation(np.zeros((0, *task.input_shape), np.float32), None)
+    arrays = load(path)
+    if strange := sorted(set(arrays) - {"x", "y", "sensitive"}):  # misnamed marks would be lost
+        raise ConfigError(f"{path} holds {', '.join(strange)}: x, y and sensitive are known")
+    if "x" not in arrays or arrays["x"].dtype.kind not in "buif":
+        raise ConfigError(f"{path} holds no samples")
+    x, y, sensitive = np.asarray(arrays["x"], np.float32), arrays.get("y"), arrays.get("sensitive")
+    if x.shape[1:] != task.input_shape or (y is not None and y.shape != x.shape[:1]):
+        raise ConfigError(f"{path} holds samples of shape {x.shape[1:]}, the task has {task.input_shape}")
+    if not np.isfinite(x).all() or (y is not None and y.dtype.kind not in "iu"):
+        raise ConfigError(f"{path} holds samples that are not finite, or labels that are not class numbers")
+    if sensitive is not None and (sensitive.shape != x.shape[:1] or sensitive.dtype != np.bool_):
+        raise ConfigError(f"{path} holds marks that are not one truth value for each sample")
+    return Validation(x, y, sensitive)

@@ -1,0 +1,102 @@
+"""A device's start-up kit: one file, signed by the authority, with all it needs to join a federation.
+
+A kit holds names, certificates, perhaps a key, and perhaps the description of the task: data, no code. A kit without a
+key answers a certificate request, whose key never left the device. A kit with a key is as good as the device: anyone
+who reads it can impersonate the device, so it is deleted after use.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+import msgspec
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from msgspec import Meta, Struct
+
+from fedge.data.task import TaskSpec
+from fedge.errors import MALFORMED, ConfigError
+from fedge.identity import certificates
+from fedge.identity.names import out_of_date, subject_of
+from fedge.settings import ClientPrefix, Name, TopicPrefix
+from fedge.wire.route import parse_address
+
+SUFFIX: Final = ".kit"
+MAX_BYTES: Final = 1 << 20
+Pem = Annotated[str, Meta(max_length=10_000)]
+
+
+class Kit(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The content of a kit. What it does not say is left out, so that an earlier fedge can read it.
+
+    ca, certificate: in PEM, of the authority and of the device; key: private key in PEM, unless the device made one
+    itself; task: what is learned, without code.
+    """
+
+    federation: Name
+    id: Name
+    broker: str
+    ca: Pem
+    certificate: Pem
+    key: Pem | None = None
+    task: TaskSpec | None = None
+    topic_prefix: TopicPrefix | None = None
+    client_prefix: ClientPrefix | None = None
+
+
+class _Sealed(Struct, frozen=True, forbid_unknown_fields=True):
+    """The file: a kit as JSON, and the authority's signature over that."""
+
+    kit: str
+    signature: bytes
+
+
+def seal(kit: Kit, authority: ec.EllipticCurvePrivateKey) -> bytes:
+    """The file of a kit.
+
+    Raises:
+        ConfigError: its task names code.
+    """
+    refuse_code(kit.task)
+    text = msgspec.json.encode(kit)
+    signature = authority.sign(text, ec.ECDSA(hashes.SHA256()))
+    return msgspec.json.format(msgspec.json.encode(_Sealed(text.decode(), signature)), indent=1)
+
+
+def unseal(data: bytes) -> Kit:
+    """Open a kit and check that it is intact, of one authority, for one device, and not out of date.
+
+    Raises:
+        ConfigError: it is not; the text says what to do.
+    """
+    try:
+        sealed = msgspec.json.decode(data, type=_Sealed)
+        kit = msgspec.json.decode(sealed.kit, type=Kit)
+        ca = x509.load_pem_x509_certificate(kit.ca.encode())
+        certificate = x509.load_pem_x509_certificate(kit.certificate.encode())
+        key = ca.public_key()
+        assert isinstance(key, ec.EllipticCurvePublicKey)
+        key.verify(sealed.signature, sealed.kit.encode(), ec.ECDSA(hashes.SHA256()))
+        parse_address(kit.broker)
+    except (*MALFORMED, *certificates.UNREADABLE, AssertionError, InvalidSignature) as error:
+        raise ConfigError("it is not a start-up kit, or is damaged: copy it once more from the server") from error
+    if subject_of(certificate) != certificates.device_subject(kit.federation, kit.id):
+        raise ConfigError(f"its certificate is not that of the device {kit.id} of {kit.federation}")
+    if not certificates.is_issued_by(certificate, ca):
+        raise ConfigError("its certificate is not by the authority that made the kit")
+    if trouble := out_of_date(certificate):
+        raise ConfigError(f"its certificate {trouble}: if that clock is right, have a new kit made on the server")
+    refuse_code(kit.task)
+    return kit
+
+
+def refuse_code(task: TaskSpec | None) -> None:
+    """Refuse a task that names code: only the device's owner decides what may be imported.
+
+    Raises:
+        ConfigError: it names code.
+    """
+    if task and task.code:
+        raise ConfigError(f"no kit may name code, and its task names {task.code[0]}: give --task on the device")

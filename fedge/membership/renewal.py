@@ -1,0 +1,134 @@
+"""Certificate renewal over the wire, device side: request a new one before the present one expires, and install it.
+
+    agents/{id}/renewal      request, signed with the key of the present certificate; retained  ──▶  authority
+    agents/{id}/certificate  certificate for that key; retained                                 ◀──  authority
+
+Neither the broker nor anyone in between can use one or forge the other: the request proves the key, and the answer must
+be by the authority, for this device and that key. The next connection uses it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from fedge.errors import ConfigError, ProtocolError, StoreError, TransportError
+from fedge.identity.names import Role, out_of_date, subject_of
+from fedge.system.files import write_atomically
+from fedge.wire.topics import Topics
+from fedge.wire.transport import Inbound, Transport
+
+if TYPE_CHECKING:
+    from cryptography import x509
+
+log = logging.getLogger("fedge.renewal")
+
+LOOK_S: Final = 6 * 3600.0
+"""Pause between two looks at the certificate's dates."""
+CHECK_RULES: Final = (
+    "the broker lets this device hear of no new certificate, so the present one will expire: its rules are of an "
+    "earlier version; run `fedge provision broker` again where the broker is"
+)
+MAX_BYTES: Final = 10_000
+"""Of a certificate; ours have 900."""
+
+
+class Renewal:
+    """Keeps a device's certificate valid.
+
+    Attach it last, before the transport is entered: its connect callback runs as long as the connection.
+    """
+
+    def __init__(self, transport: Transport, topics: Topics, device_id: str) -> None:
+        self._transport = transport
+        self._topics = topics
+        self._device_id = device_id
+        self._refused = False
+
+    async def attach(self) -> None:
+        """Request on each connection and listen for answers; no effect without a certificate by `fedge provision`."""
+        if self._transport.settings.cert_file is None or self._own() is None:
+            return
+        answers = self._topics.agent(self._device_id, "certificate")
+        await self._transport.subscribe(answers, self._take, refused=self._note_refusal)
+        self._transport.on_connect(self._ask)
+
+    def _own(self) -> x509.Certificate | None:
+        from fedge.identity.certificates import load_certificate
+
+        certificate = load_certificate(_path(self._transport.settings.cert_file))
+        subject = subject_of(certificate)
+        if subject is None:
+            return None
+        mine = (self._topics.federation, Role.DEVICE, self._device_id)
+        return certificate if (subject.federation, subject.role.speaks_as, subject.name) == mine else None
+
+    async def _ask(self) -> None:
+        """Request whenever it is time, while this connection lasts."""
+        from fedge.identity.certificates import RENEW_AT, is_past, load_key, now, pem_of, request_of, warning
+
+        while True:
+            with self._failing():
+                own = self._own()
+                if own is not None and is_past(RENEW_AT, own, now()):
+                    settings = self._transport.settings
+                    if told := warning(f"the certificate {settings.cert_file}", own, now()):
+                        log.warning("event=certificate_expires device=%s detail=%r", self._device_id, told)
+                    request = request_of(self._device_id, load_key(_path(settings.key_file or settings.cert_file)))
+                    topic = self._topics.agent(self._device_id, "renewal")
+                    await self._transport.publish(topic, pem_of(request), retain=True)
+            await asyncio.sleep(LOOK_S)
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Log why nothing is renewed, and go on: the present certificate may be good for a long time."""
+        try:
+            yield
+        except (ConfigError, StoreError, TransportError) as error:
+            log.error("event=not_renewed device=%s reason=%r", self._device_id, str(error))  # noqa: TRY400
+
+    def _note_refusal(self, reason: str) -> None:
+        """Say once what to do about a broker whose rules are older than renewal, and go on without it."""
+        if not self._refused:
+            log.error("event=not_renewed device=%s reason=%r check=%r", self._device_id, reason, CHECK_RULES)
+        self._refused = True
+
+    async def _take(self, inbound: Inbound) -> None:
+        """Keep a received certificate if it is ours and valid for longer than the present one."""
+        with self._failing():  # the answer stays at the broker
+            own = self._own()
+            if not inbound.payload or own is None:
+                return
+            certificate = self._checked(inbound.payload, own)
+            if certificate.not_valid_after_utc > own.not_valid_after_utc:
+                write_atomically(_path(self._transport.settings.cert_file), inbound.payload)
+                until = f"{certificate.not_valid_after_utc:%Y-%m-%d}"
+                log.info("event=certificate_renewed device=%s until=%s", self._device_id, until)
+            await self._transport.publish(inbound.topic, b"", retain=True)
+
+    def _checked(self, data: bytes, own: x509.Certificate) -> x509.Certificate:
+        """The certificate in an answer."""
+        from cryptography import x509
+
+        from fedge.identity.certificates import UNREADABLE, is_issued_by, load_certificate
+
+        try:
+            certificate = x509.load_pem_x509_certificate(data[:MAX_BYTES])
+        except UNREADABLE as error:
+            raise ProtocolError("certificate", f"what came as our new one is none: {error}") from error
+        if not is_issued_by(certificate, load_certificate(_path(self._transport.settings.ca_file))):
+            raise ProtocolError("certificate", "our new one is not by our authority")
+        if subject_of(certificate) != subject_of(own) or certificate.public_key() != own.public_key():
+            raise ProtocolError("certificate", "our new one is for somebody else, or for another key")
+        if trouble := out_of_date(certificate):
+            raise ProtocolError("certificate", f"our new one {trouble}")
+        return certificate
+
+
+def _path(file: str | None) -> Path:
+    assert file is not None
+    return Path(file)

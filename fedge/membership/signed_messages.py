@@ -1,0 +1,342 @@
+"""Signed messages, which a hostile broker can hold back but neither forge nor replay.
+
+A process with a certificate of its federation's authority (`fedge.identity`) signs all its messages and accepts only
+those signed by somebody in the right role. On the wire, the bytes of a message are then in an envelope:
+
+    [bytes, number, to, certificate, signature]
+
+The signature covers the topic, `number`, `to` and the bytes: a message is valid only on its own topic, and so in one
+federation, for one device. `number` increases with every message of a sender: a message older than the last one on a
+topic by the same key is refused. `to` is the incarnation of the receiving agent: messages from before its last start
+are refused, whatever the clocks say. Within one incarnation, each life of the sender is counted separately, since a
+coordinator that lost its home after its clock was ahead starts with lower numbers. A last will, made before everything
+else, has number 0.
+
+Without such a certificate messages travel unsigned (`Plain`); the broker and its rules must then be trusted.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from fedge.errors import ConfigError, ProtocolError, StoreError, TransportError
+from fedge.identity.names import CRL, URN, Authority, Key, Role, Subject, out_of_date, verify
+from fedge.system.files import read_kept, version_of, write_atomically
+from fedge.wire.messages import MAX_MESSAGE_BYTES
+from fedge.wire.topics import Topics
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
+
+    from fedge.wire.transport import BrokerSettings, Inbound, Transport
+
+log = logging.getLogger("fedge.identity")
+
+MAX_ENVELOPE_BYTES: Final = 3 * 1024
+"""Certificate, signature and the rest."""
+BEGINS: Final = b"\x95"
+"""First byte of an envelope, an array of five in MessagePack; that of a message is an array of two."""
+WITHOUT_CERTIFICATE: Final = "/context"
+"""The most frequent message carries no certificate: receivers know it from the status."""
+
+
+MAX_LIFE: Final = (1 << 32) - 1
+"""Lives are times in seconds; with the number of the message they fit into 64 bits."""
+
+
+class Envelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A message as it travels."""
+
+    payload: bytes
+    number: int
+    to: str
+    certificate: bytes
+    signature: bytes
+
+    def context(self, topic: str) -> str:
+        """What is signed besides the payload."""
+        return f"{topic} {self.number} {self.to}"
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Envelope)
+
+
+class Plain:
+    """No signatures."""
+
+    def seal(self, topic: str, payload: bytes, *, to: str = "", will: bool = False) -> bytes:
+        """The payload as it is."""
+        return payload
+
+    def open(self, topic: str, data: bytes, *roles: Role, name: str = "", to: str = "") -> bytes:
+        """The message unchanged.
+
+        Raises:
+            ProtocolError: `signed`.
+        """
+        if data.startswith(BEGINS):
+            raise ProtocolError("signed", f"this {roles[0]} signs, and we have no certificate of its federation")
+        return data
+
+    behind = False
+
+    def overhear(self, topic: str, data: bytes, name: str) -> bytes | None:
+        """The message unchanged; raises as `open`."""
+        return self.open(topic, data, Role.DEVICE, name=name)
+
+    def live_on(self) -> None:
+        """No effect: nothing is numbered."""
+
+    def vouch(self, topic: str, data: bytes) -> bytes:
+        """No proof."""
+        return b""
+
+    def require_vouched(self, topic: str, data: bytes, proof: bytes, name: str) -> None:
+        """Accept: nothing can be checked."""
+
+    async def follow(self, transport: Transport, topics: Topics) -> None:
+        """No effect: nobody is revoked."""
+
+
+class Signed:
+    """All messages signed.
+
+    Args:
+        broker: certificate, key and authority; read again when the certificate changes.
+        home: of the process, for lasting state; None: it only listens.
+
+    Raises:
+        ConfigError: certificate or key cannot be used.
+        TransportError: the certificate is not valid by this machine's clock.
+    """
+
+    def __init__(self, broker: BrokerSettings, home: Path | None) -> None:
+        assert broker.ca_file is not None
+        assert broker.cert_file is not None
+        self._files = broker.cert_file, broker.key_file
+        self._key = Key(*self._files)
+        self._read_at = version_of(Path(broker.cert_file))
+        self.subject = self._key.subject
+        self.authority = Authority(broker.ca_file, None if home is None else home / CRL)
+        self._check(broker.cert_file)
+        self.admit: Callable[[Subject], None] = lambda _: None
+        """Raises a ProtocolError for anybody who is not on the list, if there is one."""
+        self._home = home
+        self._life = self._overheard = 0
+        self.live_on()
+        self._said = 0
+        self._certificates: dict[str, bytes] = {}  # of the latest senders, by name
+        self.heard: dict[str, int] = {}
+        """The highest number by topic and key; it may be kept, and given back to the next process."""
+
+    def _check(self, cert_file: str) -> None:
+        if trouble := out_of_date(self._key.certificate):  # the clock may not be set yet
+            raise TransportError(f"cert_file {cert_file} {trouble}: nobody would take it")
+        if trouble := self.authority.trouble(self._key.certificate):
+            raise ConfigError(f"cert_file {cert_file}: {trouble}; nobody would take it")
+
+    def live_on(self) -> None:
+        """Begin another life, with numbers above those of a process that has spoken with our key meanwhile.
+
+        Raises:
+            StoreError: the disk is full or broken.
+        """
+        if self._home is not None:
+            self._life = _next_life(self._home / "life", self._overheard)
+
+    # ---------------------------------------------------------------------------------------------- outwards
+
+    def seal(self, topic: str, payload: bytes, *, to: str = "", will: bool = False) -> bytes:
+        """An envelope with our signature. `to`: incarnation of the receiving agent; `will`: it is a last will."""
+        self._renew()
+        self._said += 1
+        certificate = b"" if topic.endswith(WITHOUT_CERTIFICATE) else self._key.der
+        number = 0 if will else (self._life << 32) + self._said
+        unsigned = Envelope(payload, number, to, certificate, b"")
+        signature = self._key.sign(unsigned.context(topic), payload)
+        return _encoder.encode(msgspec.structs.replace(unsigned, signature=signature))
+
+    def _renew(self) -> None:
+        """Switch to a renewed certificate; keep the old one while the new one is unusable."""
+        if (now := version_of(Path(self._files[0]))) != self._read_at:
+            try:
+                self._key, self._read_at = Key(*self._files), now
+            except ConfigError as error:
+                log.error("event=not_renewed reason=%r", str(error))  # noqa: TRY400 - the text is all
+
+    # ----------------------------------------------------------------------------------------------- inwards
+
+    def open(self, topic: str, data: bytes, *roles: Role, name: str = "", to: str = "") -> bytes:
+        """The bytes of a message that a member in one of these roles signed for this topic.
+
+        Args:
+            topic: on which it came.
+            data: as received.
+            roles: permitted senders.
+            name: required sender; empty: anybody in such a role.
+            to: our incarnation, if the message must be addressed to it.
+
+        Raises:
+            ProtocolError: `unsigned`, `oversized`, `malformed`, `certificate`, `revoked`, `not-a-member`, `forged` or
+                `replayed`.
+        """
+        envelope, subject, key = self._checked(topic, data, roles, name)
+        if envelope.to != to:
+            raise ProtocolError("replayed", "it was for this device before its last start")
+        life = f" {envelope.number >> 32}" if to else ""
+        self._require_newest(f"{topic} {_name_of(key)}{life}", envelope.number)
+        if subject.role.speaks_as is Role.DEVICE and envelope.certificate:
+            self._certificates[subject.name] = envelope.certificate
+        return envelope.payload
+
+    def _checked(
+        self, topic: str, data: bytes, roles: Sequence[Role], name: str
+    ) -> tuple[Envelope, Subject, EllipticCurvePublicKey]:
+        """The envelope, signed for this topic by a member in one of these roles, and the signer; replays pass."""
+        if not data.startswith(BEGINS):
+            raise ProtocolError("unsigned", f"a {roles[0]} of {self.subject.federation} signs what it says")
+        if len(data) > MAX_MESSAGE_BYTES + MAX_ENVELOPE_BYTES:
+            raise ProtocolError("oversized", f"{len(data)} bytes, at most {MAX_MESSAGE_BYTES} allowed in an envelope")
+        envelope = _envelope_in(data)
+        certificate = envelope.certificate or self._certificates.get(name, b"")
+        if not certificate:
+            raise ProtocolError("unknown-device", f"{name} has shown no certificate yet")
+        subject, key = self.authority.who(certificate)
+        ours = subject.federation == self.subject.federation and subject.role.speaks_as in roles
+        if not ours or (name and subject.name != name):
+            raise ProtocolError("certificate", f"{subject} may not say this")
+        self.admit(subject)
+        verify(key, envelope.context(topic), envelope.payload, envelope.signature)
+        return envelope, subject, key
+
+    @property
+    def behind(self) -> bool:
+        """Whether another process with our key has spoken with numbers above ours: nobody would believe us now."""
+        return self._overheard >= self._life
+
+    def overhear(self, topic: str, data: bytes, name: str) -> bytes | None:
+        """The bytes of a message that another process said in the name that is ours; None: it is older than ours.
+
+        If it has our key, our next life (`live_on`) has higher numbers than it. Raises as `open`.
+        """
+        envelope, _, key = self._checked(topic, data, [Role.DEVICE], name)
+        if envelope.number and _name_of(key) == _name_of(self._key.public):
+            if envelope.number < self._life << 32:
+                return None
+            self._overheard = max(self._overheard, min(envelope.number >> 32, MAX_LIFE - 2))
+        return envelope.payload
+
+    def vouch(self, topic: str, data: bytes) -> bytes:
+        """Our signature of data that other members will receive through somebody else, at any time."""
+        return self.seal(topic, data)
+
+    def require_vouched(self, topic: str, data: bytes, proof: bytes, name: str) -> None:
+        """Check that a device vouched for these bytes.
+
+        Raises:
+            ProtocolError: as `open`, or `forged`: it was for others.
+        """
+        envelope, _, _ = self._checked(topic, proof, [Role.DEVICE], name)
+        if envelope.payload != data:
+            raise ProtocolError("forged", f"{name} has vouched for something else")
+
+    def _require_newest(self, source: str, number: int) -> None:
+        if number == 0:  # a last will: receivers go by the incarnation in it
+            return
+        if number < self.heard.get(source, 0):
+            raise ProtocolError(
+                "replayed",
+                f"message {number}, and {self.heard[source]} came before; its clock was ahead and its home was "
+                "lost, or another process speaks with its key: revoke it, and enrol it again",
+            )
+        self.heard[source] = number
+
+    async def follow(self, transport: Transport, topics: Topics) -> None:
+        """Subscribe to revocations; call before the transport is entered."""
+        await transport.subscribe(topics.revocations, self._on_revocations)
+
+    async def _on_revocations(self, inbound: Inbound) -> None:
+        if not inbound.payload:
+            return
+        try:
+            if self.authority.learn(inbound.payload):
+                log.info("event=revocations bytes=%d", len(inbound.payload))
+        except StoreError as error:  # in force until this process ends, and received again after that
+            log.error("event=revocations_not_kept reason=%r", str(error))  # noqa: TRY400 - the text is all
+
+
+def unsealed(data: bytes) -> bytes:
+    """The bytes of a message, signed or not, unchecked: for looking at our own messages.
+
+    Raises:
+        ProtocolError: `malformed`.
+    """
+    return _envelope_in(data).payload if data.startswith(BEGINS) else data
+
+
+def _name_of(key: EllipticCurvePublicKey) -> str:
+    from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+    return key.public_bytes(Encoding.X962, PublicFormat.CompressedPoint).hex()
+
+
+def _envelope_in(data: bytes) -> Envelope:
+    try:
+        return _decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError("malformed", f"no envelope: {error}") from error
+
+
+def speaker(broker: BrokerSettings, subject: Subject, home: Path | None) -> Plain | Signed:
+    """Our identity on this broker: signing, if our certificate is from a federation's authority.
+
+    Raises:
+        ConfigError: the certificate is somebody else's, revoked, or not by the authority in ca_file.
+        TransportError: it is not valid by this machine's clock.
+    """
+    if broker.cert_file is None:
+        return Plain()
+    from cryptography.hazmat.primitives.serialization import Encoding
+
+    from fedge.identity.certificates import load_certificate
+
+    der = load_certificate(Path(broker.cert_file)).public_bytes(Encoding.DER)
+    if URN.encode() not in der:  # it is of another authority
+        if subject.role is Role.DEVICE and subject.name.encode() not in der:
+            log.warning(
+                "event=other_name cert_file=%s detail=%r",
+                broker.cert_file,
+                f"it does not name {subject.name}: a broker that goes by its name will not let this device speak",
+            )
+        return Plain()
+    signed = Signed(broker, home)
+    if signed.subject != subject:
+        raise ConfigError(
+            f"cert_file {broker.cert_file} is of {signed.subject}, and this is {subject}: give its own certificate, or "
+            "the name and federation that stand in it"
+        )
+    return signed
+
+
+def _life_in(data: bytes) -> int:
+    if not 0 <= (life := int(data)) < MAX_LIFE:
+        raise ValueError(f"{life} is not a time in seconds")
+    return life
+
+
+def _next_life(file: Path, overheard: int = 0) -> int:
+    """A number above that of any earlier process, even if the clock was set back or the file is lost.
+
+    `overheard`: of another process with our key.
+    """
+    before = max(read_kept(file, _life_in) or 0, overheard)
+    life = max(before + 1, int(time.time()))
+    write_atomically(file, str(life).encode())
+    return life

@@ -1,0 +1,164 @@
+"""Initial weights of a network, from the user's file: `--weights FILE.safetensors`.
+
+A task names them by digest, so that all machines of a federation use the same. Only the coordinator has the file. A
+device needs them if a part of the network is frozen (`fedge.models.adapters`): it fetches them once into the cache
+folder. They are never unpickled.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Final
+
+import msgspec
+
+from fedge.data.task import TaskSpec
+from fedge.errors import ConfigError, StoreError, failing_as
+from fedge.settings import CODE
+from fedge.system.files import cache_folder, digest_of, write_atomically
+from fedge.system.help import Heading
+from fedge.tensors.layout import Layout, places_in
+from fedge.wire.messages import BlobRef
+
+log = logging.getLogger("fedge.models")
+
+WEIGHTS: Final = "weights"
+SIZE: Final = "weights_bytes"
+ADAPT: Final = "adapt"
+RESERVED: Final = (WEIGHTS, SIZE, ADAPT)
+"""The names of these settings among a task's `model_options`."""
+
+_held: dict[str, bytes] = {}  # if the cache folder cannot be written
+_whole: set[Path] = set()  # files that this process has verified
+
+TaskName = Annotated[
+    str,
+    CODE,
+    Heading.TASK,
+    "The task is digits, mnist, fashion-mnist, uci-har, spoken-digits, image-folder, arrays, a .json, a table's schema "
+    "(.toml) or package.module:Class.",
+]
+Allow = Annotated[
+    str,
+    CODE,
+    Heading.CODE,
+    "The configuration and the .json of a task may name this code: package.module:name, comma-separated.",
+]
+ModelName = Annotated[
+    str | None,
+    CODE,
+    Heading.TASK,
+    "The network is mlp, cnn, ... or package.module:factory; by default it is the task's.",
+]
+Weights = Annotated[
+    Path | None,
+    Heading.TASK,
+    "The network begins with the weights of this .safetensors file, which fits by names and shapes.",
+]
+Adapt = Annotated[
+    str | None,
+    Heading.TASK,
+    "Only these parts of the network are trained; the rest of --weights is frozen and not sent. They are lora or "
+    "lora:RANK, head, or layers such as head,layer4.*; !norm is all but the normalisation. By default everything is "
+    "trained.",
+]
+
+
+def with_network(
+    task: TaskSpec, model: str | None = None, weights: Path | None = None, adapt: str | None = None
+) -> TaskSpec:
+    """The task with another network, its initial weights, and the selection of what is trained.
+
+    What another network turns into whole numbers is not scaled (`fedge.models.lookups`).
+
+    Args:
+        task: whose own network is used if `model` is None.
+        model: as `TaskSpec.model`.
+        weights: a safetensors file with the network's tensors by name.
+        adapt: see `fedge.models.adapters`; None: everything is trained.
+
+    Raises:
+        ConfigError: the file cannot be read, or `adapt` is given without weights.
+    """
+    options = dict(task.model_options) if model is None else {}
+    if weights is not None:
+        with failing_as(ConfigError, f"--weights {weights} cannot be read"):
+            data = weights.read_bytes()
+        options |= {WEIGHTS: keep(data), SIZE: len(data)}
+    if adapt is not None:
+        options[ADAPT] = adapt
+    task = msgspec.structs.replace(task, model=model or task.model, model_options=options)
+    if ADAPT in options and WEIGHTS not in options:
+        raise ConfigError("--adapt keeps most of the network as it is: say what it is, with --weights FILE.safetensors")
+    if model is None or ":" not in model:
+        return task
+    from fedge.models.lookups import leave_lookups  # torch: only the network itself shows what it does
+
+    return leave_lookups(task)
+
+
+def named(task: TaskSpec) -> BlobRef | None:
+    """The digest of the task's initial weights; None: random ones."""
+    digest, size = task.model_options.get(WEIGHTS), task.model_options.get(SIZE)
+    return BlobRef(digest=digest, size_bytes=size) if isinstance(digest, str) and isinstance(size, int) else None
+
+
+def needed_on_devices(task: TaskSpec) -> BlobRef | None:
+    """The weights that no order includes: those of a partly frozen network."""
+    return named(task) if ADAPT in task.model_options else None
+
+
+def tell_fresh_head(task: TaskSpec, layout: Layout) -> None:
+    """Log that the head starts anew, if the weights are for other classes."""
+    ref = named(task)
+    if ref is not None:
+        stored = places_in(io.BytesIO(read(ref.digest)))
+        fresh = [i.name for i in layout.tensors if i.layer == "head" and i.name in stored]
+        if any(stored[i.name].shape != i.shape for i in layout.tensors if i.name in fresh):
+            log.warning("event=fresh_head tensors=%s detail='the weights are of other classes'", ",".join(fresh))
+
+
+def keep(data: bytes) -> str:
+    """Keep weights for this and later processes; returns their digest."""
+    digest = digest_of(data)
+    if not has(digest):
+        try:
+            write_atomically(_path(digest), data)
+        except StoreError:  # for example a read-only home
+            _held[digest] = data
+    return digest
+
+
+def has(digest: str) -> bool:
+    """Whether the weights are here and intact."""
+    with suppress(ConfigError):
+        path = _path(digest)
+        if digest in _held or (path in _whole and path.exists()) or read(digest):
+            _whole.add(path)
+            return True
+    return False
+
+
+def read(digest: str) -> bytes:
+    """The weights of this digest.
+
+    Raises:
+        ConfigError: missing or damaged.
+    """
+    if digest in _held:
+        return _held[digest]
+    path = _path(digest)
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"the weights {digest} of the task's network are not here: give --weights again") from error
+    if digest_of(data) != digest:
+        raise ConfigError(f"{path} is damaged: delete it, and give --weights again")
+    return data
+
+
+def _path(digest: str) -> Path:
+    return cache_folder("weights") / f"{digest}.safetensors"

@@ -1,0 +1,320 @@
+"""What may leave a device: the owner's rules, and the door that every message passes.
+
+The owner's file (HOME/egress.toml, or another one) names a preset, and further kinds (`fedge.steps.contract.Reveals`):
+
+    [egress]
+    preset = "strict"
+    allow = "loss, machine"
+
+`Rules` remove from a message what the owner withholds. The `Door` is part of the transport (`Transport`, argument
+`door`). It takes nothing for granted: it checks each message again and records it before it leaves.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from fedge.errors import ConfigError, ProtocolError, TransportError, failing_as
+from fedge.membership.signed_messages import unsealed
+from fedge.privacy.ledger import Ledger
+from fedge.settings import resolve, section_of
+from fedge.steps.contract import Action, Reveals, body_of, fields_of, read_result
+from fedge.system.help import Heading
+from fedge.system.text import nearest
+from fedge.wire.messages import (
+    Capabilities,
+    Context,
+    Health,
+    Outcome,
+    Quality,
+    Report,
+    Status,
+    Want,
+    blobs_of,
+    decode,
+    encode,
+)
+from fedge.wire.topics import ROOT, Topics
+
+S = TypeVar("S", bound=Struct)
+Told = Mapping[str, Reveals]
+
+FILE: Final = "egress.toml"
+"""In a device's home: where its owner says what may leave, unless --egress names another file."""
+RULES_HELP: Final = "This file of the owner says what may leave; by default it is HOME/egress.toml."
+RulesFile = Annotated[Path | None, Heading.EGRESS, RULES_HELP]
+
+PRIVACY_LEDGER: Final = "privacy.json"
+"""In a device's home: the privacy budget that its training has spent (`edge_agent.privacy.dp_ledger`)."""
+
+TOLD: Final[Mapping[type[Struct], Told]] = {
+    Status: {"n_samples": Reveals.COUNT, "site": Reveals.COUNT},
+    Capabilities: dict.fromkeys(("fedge_version", "python_version", "machine", "cpu_count"), Reveals.MACHINE),
+    Context: {
+        **dict.fromkeys(("at", "cpu_ghz"), Reveals.MACHINE),
+        **dict.fromkeys(
+            ("load", "free_ram_gb", "free_disk_gb", "battery", "temperature_c", "link_mbit_s"), Reveals.LOAD
+        ),
+        "n_samples": Reveals.COUNT,
+    },
+    Report: {"seconds": Reveals.LOAD},
+    Want: {},
+    Health: {
+        "phase": Reveals.VERDICT,
+        "reason": Reveals.TEXT,
+        "temperature_c": Reveals.LOAD,
+        **dict.fromkeys(("n_predictions", "n_failed", "drift", "outliers"), Reveals.USE),
+    },
+    Quality: {
+        "n": Reveals.COUNT,
+        **dict.fromkeys(("accuracy", "gate_entropy", "free_energy"), Reveals.LOSS),
+        "latency_ms": Reveals.LOAD,
+    },
+}
+"""What messages let out beside the results of steps; fields that are not named say nothing of the device's data."""
+
+PRESETS: Final[Mapping[str, frozenset[Reveals]]] = {
+    "strict": frozenset(
+        {Reveals.NOTHING, Reveals.COUNT, Reveals.UPDATE, Reveals.ACCOUNTED, Reveals.MASKED, Reveals.VERDICT}
+    ),
+    "default": frozenset(Reveals) - {Reveals.PRIVATE},
+}
+
+MESSAGES: Final[Mapping[str, Any]] = {
+    "status": Status,
+    "context": Context,
+    "reports": Report,
+    "wants": Want,
+    "release-wants": Want,
+    "health": Health,
+}
+"""A device's messages, by the last level of the topic. It also sends blobs, predictions and certificate requests."""
+
+REQUEST: Final = b"-----BEGIN CERTIFICATE REQUEST-----"
+"""How a certificate request begins. It holds the name and public key that the previous certificate already showed."""
+
+REMEMBERED: Final = 256
+"""Blobs whose reports have passed the door; a report names one or two, and 16 orders are open at a time."""
+
+
+class EgressSettings(Struct, frozen=True, kw_only=True):
+    """Section [egress] of the owner's file."""
+
+    preset: Annotated[Literal["default", "strict"], "These kinds may leave."] = "default"
+    allow: Annotated[str, "These further kinds, comma-separated, may leave."] = ""
+    forbid: Annotated[str, "These kinds of the preset, comma-separated, may not leave."] = ""
+
+
+class WithheldError(Exception):
+    """A message needs a field that may not leave."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """The kinds that may leave."""
+
+    allowed: frozenset[Reveals] = PRESETS["default"]
+
+    @property
+    def withheld(self) -> tuple[Reveals, ...]:
+        """The kinds that may not leave."""
+        return tuple(kind for kind in Reveals if kind not in self.allowed)
+
+    def stripped(self, message: S, told: Told | None = None) -> S:
+        """The message without what may not leave. `told`: what its fields reveal; None: as in `TOLD`.
+
+        Raises:
+            WithheldError: a required field is withheld.
+        """
+        told = TOLD[type(message)] if told is None else told
+        left_out: dict[str, object] = {}
+        for field in fields_of(type(message)):
+            value = getattr(message, field.name)
+            kind = told.get(field.name, Reveals.NOTHING)
+            if kind not in self.allowed and field.required:
+                raise WithheldError(f"{field.name} of {type(message).__name__} tells {kind.words}")
+            if kind not in self.allowed:
+                left_out[field.name] = _default(field)
+            elif type(value) in TOLD:
+                try:
+                    left_out[field.name] = self.stripped(value)
+                except WithheldError:
+                    if field.required:
+                        raise
+                    left_out[field.name] = _default(field)
+        return msgspec.structs.replace(message, **left_out)
+
+    def permitted(self, action: Action) -> bool:
+        """Whether the action can be carried out unchanged."""
+        return action.sparing(self.withheld) == action
+
+
+ALL: Final = Rules(frozenset(Reveals))
+"""The rules of simulated devices, which have no owner."""
+
+
+def without_figures(rules: Rules, home: Path) -> Rules:
+    """For a runtime: the rules without noise-free figures, once differential privacy was promised in this home.
+
+    The outcome of a rollout still leaves if the owner allows it: the one bit described in docs/privacy.md.
+    """
+    private = os.path.lexists(home / PRIVACY_LEDGER)
+    return Rules(rules.allowed - {Reveals.LOSS, Reveals.USE, Reveals.TEXT}) if private else rules
+
+
+def rules_of(home: Path | None, own: Path | None, config: Path | None) -> Rules:
+    """The owner's rules: from the file `own` or HOME/egress.toml; without either, the preset default.
+
+    Raises:
+        ConfigError: the file is wrong or missing, or `config`, which configures a process, has a section [egress].
+    """
+    if section_of(config, "egress"):
+        raise ConfigError(
+            f"[egress] belongs into a file of the owner's own, HOME/{FILE} or --egress, not into {config}"
+        )
+    if own is None and home is not None and os.path.lexists(home / FILE):  # a link to nowhere is no permission
+        own = home / FILE
+    settings = resolve(EgressSettings, "egress", own, {})
+    allow, forbid = _kinds("allow", settings.allow), _kinds("forbid", settings.forbid)
+    if both := allow & forbid:
+        raise ConfigError(f"[egress] of {own} allows and forbids {min(both)}")
+    return Rules((PRESETS[settings.preset] | allow) - forbid)
+
+
+def _kinds(key: str, text: str) -> frozenset[Reveals]:
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    known = [str(kind) for kind in Reveals if kind is not Reveals.NOTHING]
+    for word in words:
+        if word not in known:
+            raise ConfigError(
+                f"{key} in [egress]: no kind is called {word!r}{nearest(word, known)}; fedge egress --rules"
+            )
+    return frozenset(map(Reveals, words))
+
+
+def _default(field: msgspec.structs.FieldInfo) -> object:
+    return field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+
+
+def kinds_in(message: Struct, told: Told | None = None) -> Iterator[Reveals]:
+    """The kinds in a message's non-empty fields. `told`: as in `Rules.stripped`."""
+    told = TOLD[type(message)] if told is None else told
+    for field in fields_of(type(message)):
+        value = getattr(message, field.name)
+        if field.required or value != _default(field):
+            yield told.get(field.name, Reveals.NOTHING)
+        if type(value) in TOLD:
+            yield from kinds_in(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """The door's view of a message: its kind, its step and order, and what it reveals.
+
+    `blobs`: those that may follow it, by digest.
+    """
+
+    message: str
+    about: str
+    kinds: frozenset[Reveals]
+    blobs: tuple[tuple[str, Seen], ...] = ()
+
+
+class Door:
+    """The exit for everything that leaves a device: withheld data is stopped, the rest is recorded first.
+
+    Args:
+        rules: of the owner.
+        home: of the device, with its ledger; None: nothing is recorded.
+        topics: of the federation.
+        action_of: the action of an open order; None: no such order.
+    """
+
+    def __init__(
+        self, rules: Rules, home: Path | None, topics: Topics, action_of: Callable[[str], Action | None]
+    ) -> None:
+        self.rules = rules
+        self._home = home
+        self._ledger: Ledger | None = None
+        self._topics = topics
+        self._action_of = action_of
+        self._blobs: dict[str, Seen] = {}
+
+    def __call__(self, topic: str, payload: bytes) -> None:
+        """Let a message out.
+
+        Raises:
+            TransportError: the owner withholds part of it, or it is not a device's message.
+            StoreError: it cannot be recorded.
+        """
+        with failing_as(TransportError, "held back", on=ProtocolError):
+            seen = self._look(topic, payload)
+        if forbidden := sorted(seen.kinds - self.rules.allowed):
+            words = ", ".join(kind.words for kind in forbidden)
+            raise TransportError(f"held back: the device's owner does not allow it to tell {words}")
+        if self._home is not None:
+            self._ledger = self._ledger or Ledger(self._home)
+            self._ledger.note(seen.message, seen.about, seen.kinds - {Reveals.NOTHING}, len(payload))
+
+        self._blobs |= dict(seen.blobs)
+        for digest in list(self._blobs)[:-REMEMBERED]:
+            del self._blobs[digest]
+
+    def close(self) -> None:
+        """Close the ledger."""
+        if self._ledger is not None:
+            self._ledger.close()
+
+    def _look(self, topic: str, payload: bytes) -> Seen:
+        leaf, *rest = self._topics.parts(topic)[2:] or ("",)
+        if leaf in MESSAGES:
+            data = unsealed(payload)
+            message: Any = decode(data, MESSAGES[leaf])
+            _require_same(encode(message), data)
+            if isinstance(message, Report):
+                return self._report(message)
+            return Seen(leaf, getattr(message, "order_id", ""), frozenset(kinds_in(message)))
+        if (leaf == "renewal" and payload.startswith(REQUEST)) or (leaf == "certificate" and not payload):
+            return Seen(leaf, "", frozenset())
+        if leaf == "blobs" and rest and rest[0] in self._blobs:
+            return self._blobs[rest[0]]
+        if leaf == "predictions" or not topic.startswith(f"{ROOT}/"):  # a sensor chooses the topic of its answer
+            return Seen("predictions", "", frozenset({Reveals.ANSWERS}))
+        raise TransportError(f"held back: nothing that a device sends goes to {topic}")
+
+    def _report(self, report: Report) -> Seen:
+        """A report, with its result and the tensors that it names; a refusal has neither."""
+        if report.outcome is not Outcome.DONE:
+            if report.body or report.blobs:
+                raise ProtocolError("malformed", "a refusal carries nothing")
+            return Seen("reports", report.order_id, frozenset(kinds_in(report)))
+        action = self._action_of(report.order_id)
+        if action is None:
+            raise ProtocolError("unknown-order", f"no open order is called {report.order_id}")
+        about, told, result = f"{action.STEP} {report.order_id}", action.reveals(), read_result(report, action)
+        _require_same(body_of(result), report.body)
+        if report.blobs != tuple(blobs_of(result)):
+            raise ProtocolError("malformed", "a blob that the result does not name")
+        blobs = tuple(
+            (ref.digest, Seen("blobs", about, frozenset({kind})))
+            for name, kind in told.items()
+            for ref in blobs_of(getattr(result, name))
+        )
+        return Seen("reports", about, frozenset({*kinds_in(report), *kinds_in(result, told)}), blobs)
+
+
+def _require_same(read: bytes, sent: bytes) -> None:
+    """Check that a message holds nothing beyond what was read of it; 1 and 1.0 are the same.
+
+    Raises:
+        ProtocolError: it has a field that no rule covers, and that receivers ignore.
+    """
+    if msgspec.msgpack.decode(read) != msgspec.msgpack.decode(sent):
+        raise ProtocolError("malformed", "a field that the message does not have")

@@ -1,0 +1,368 @@
+"""Masks that cancel in a cohort's sum: the shared part of secure aggregation.
+
+Source: Bell et al., "Secure Single-Server Aggregation with (Poly)Logarithmic Overhead", CCS 2020 (SecAgg+), Algorithms
+1 and 2; Bonawitz et al., "Practical Secure Aggregation for Privacy-Preserving Machine Learning", CCS 2017.
+
+Device i sends x_i + PRG(b_i) + sum of PRG(s_ij) over neighbours j > i - sum of PRG(s_ij) over neighbours j < i. The
+seed s_ij of a pair is the X25519 secret of i's and j's keys. The neighbours of i hold Shamir shares of b_i and of i's
+key: at the end those of b_i are revealed if i is in the sum, those of its key if it dropped out, never both.
+
+The cohort is the roster, one file, the same for all: the participants, with three public keys each. Its digest
+determines the neighbours, so no single party chooses them. U2 are those that have shared secrets, S those that are
+summed.
+
+A server that tells devices different things learns no other sum, as long as no third of the cohort works for it and
+fewer than t neighbours of a device do:
+
+    1. Device i masks once, with all its neighbours in one U2, and signs (roster, U2).
+    2. It confirms one S within U2, and signs (roster, U2, S), if its neighbours in S have signed the same (roster, U2).
+    3. It shows shares only for that S, and only if more than two thirds of the cohort have confirmed the same.
+
+Of two sums one has no shares: more than two thirds of n confirm each, an honest device one, so that more than n / 3
+would have to confirm both. And b_i is opened by t neighbours, one of them honest, which has seen that i masked with
+this U2. So each two neighbours in S whose b are open have masked with one another; their keys stay closed, and what is
+left is the sum of all honest devices of S that neighbours join. In a cohort of up to 81 these are all; in a larger one
+at least t + 1 less those of its neighbours that work for the server, since each has t neighbours in S (`joined`).
+
+Nor is one update the whole sum, because the server asks all others to learn nothing (Pasquini et al., "Eluding Secure
+Aggregation in Federated Learning via Model Inconsistency", CCS 2022): s_ij depends on what a device was asked to learn,
+so masks of two that were not asked the same do not cancel, and the sum is noise.
+
+More than two thirds of S confirm, too. Two sessions may have different cohorts, and only devices in both sums surely
+hear of both: of m in both, with d in one alone, more than (m - d) / 3 confirm both, or refuse since d is too few
+(`Sums.too_close`).
+
+Departures: the graph is drawn from the hash of all advertised keys, not by the server; each device commits to b_i, so
+that a false share is noticed; the whole cohort agrees on U2 and S (Bonawitz et al., "consistency check"), not each
+neighbourhood.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
+from typing import Annotated, Final, TypeVar
+
+import msgspec
+import numpy as np
+from cryptography.exceptions import InvalidSignature, InvalidTag
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers import Cipher
+from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from msgspec import Meta, Struct
+from msgspec.structs import replace
+
+from fedge.errors import MALFORMED, ProtocolError, failing_as
+from fedge.membership.signed_messages import Plain, Signed
+from fedge.steps.masked.mask_keys import KeysMade, Proof, PublicKey, Signature
+from fedge.steps.masked.mask_shares import MAX_COHORT, Position
+from fedge.system.files import digest_of
+from fedge.tensors import fixed_point
+from fedge.tensors.fixed_point import Summand
+from fedge.tensors.layout import Layout
+from fedge.wire.messages import BlobRef, Id, Order
+
+T = TypeVar("T")
+
+DEGREE: Final = 80
+"""k, neighbours of a device in a cohort of more than 81. If a tenth of a cohort of 1,000 (10,000) conspires with the
+server and a fifth drops out, some mask is revealed with probability 2^-66 (2^-53), and a round's sum is lost with 2^-22
+(2^-15)."""
+MAX_REMEMBERED: Final = 2**24
+"""About so many bytes of sums are kept in a run: 13,000 different sums of 10,000 devices, 100,000 of 1,000."""
+
+
+class Member(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A device of the cohort with its public keys, for sealed shares, for masks and for statements, and their proof."""
+
+    id: Id
+    encryption: PublicKey
+    masking: PublicKey
+    signing: PublicKey
+    proof: Proof = b""
+
+    @property
+    def keys(self) -> tuple[bytes, bytes, bytes]:
+        """All three."""
+        return self.encryption, self.masking, self.signing
+
+
+def member(device_id: str, keys: KeysMade) -> Member:
+    """A device with what it advertised."""
+    return Member(
+        id=device_id, encryption=keys.encryption, masking=keys.masking, signing=keys.signing, proof=keys.proof
+    )
+
+
+@dataclass(frozen=True)
+class Roster:
+    """The cohort, by ascending id; a position is an index into it."""
+
+    members: tuple[Member, ...]
+    digest: str
+
+    @property
+    def degree(self) -> int:
+        """k, the number of neighbours of each device."""
+        return min(len(self.members) - 1, DEGREE)
+
+    @property
+    def threshold(self) -> int:
+        """t: more than half of a device's neighbours, so that they cannot open both of its secrets."""
+        return self.degree // 2 + 1
+
+    @cached_property
+    def _circle(self) -> list[int]:
+        """The positions in an order drawn from the digest."""
+        drawn = [hashlib.sha256(f"{self.digest}.{k}".encode()).digest() for k in range(len(self.members))]
+        return sorted(range(len(drawn)), key=drawn.__getitem__)
+
+    @cached_property
+    def _place(self) -> dict[int, int]:
+        return {position: place for place, position in enumerate(self._circle)}
+
+    def position(self, device_id: str) -> int | None:
+        """Position of a device; None: it is not in the cohort."""
+        return next((k for k, member in enumerate(self.members) if member.id == device_id), None)
+
+    def neighbours(self, position: int) -> tuple[int, ...]:
+        """Positions of a device's neighbours, ascending: the k / 2 on either side of it on the circle, or all."""
+        n, place = len(self.members), self._place[position]
+        if self.degree == n - 1:
+            return tuple(k for k in range(n) if k != position)
+        near = (*range(-self.degree // 2, 0), *range(1, self.degree // 2 + 1))
+        return tuple(sorted(self._circle[(place + step) % n] for step in near))
+
+    def joined(self, positions: Collection[int]) -> bool:
+        """Whether masks join each of these to at least t of the others; if not, few masks might cancel separately.
+
+        Then they join all: a device beside a gap that no masks cross would have half of its neighbours, fewer than t.
+        """
+        there = set(positions)
+        return self.degree == len(self.members) - 1 or all(
+            len(there.intersection(self.neighbours(k))) >= self.threshold for k in there
+        )
+
+    def ids(self, positions: Iterable[int]) -> tuple[str, ...]:
+        """The ids of the devices at these positions."""
+        return tuple(self.members[k].id for k in positions)
+
+    # ----------------------------------------------------------------------------------------------- statements
+
+    def masked_with(self, sharers: BlobRef) -> bytes:
+        """What a device signs that has masked with all of its neighbours among these."""
+        return f"fedge masked {self.digest} {sharers.digest}".encode()
+
+    def summing(self, sharers: BlobRef, summed: BlobRef) -> bytes:
+        """What a device signs that opens this sum of the cohort and no other."""
+        return f"fedge sum {self.digest} {sharers.digest} {summed.digest}".encode()
+
+    def signers(self, statement: bytes, signatures: Mapping[int, bytes]) -> set[int]:
+        """The positions whose devices have signed the statement."""
+        there = {k: signature for k, signature in signatures.items() if k < len(self.members)}
+        return {k for k, signature in there.items() if _signed(self.members[k].signing, statement, signature)}
+
+    def disputed(self, summed: Collection[int], confirmed: Collection[int]) -> str:
+        """Why a sum that these devices have confirmed stays closed; empty: it does not."""
+        for among, words in ((range(len(self.members)), "the cohort"), (summed, "the sum")):
+            there, needed = len(set(among).intersection(confirmed)), 2 * len(among) // 3 + 1
+            if there < needed:
+                return f"{there} of {len(among)} devices of {words} have confirmed the sum, {needed} are needed"
+        return ""
+
+    # -------------------------------------------------------------------------------------------------- secrets
+
+    def secret(self, own: X25519PrivateKey, peer: bytes, purpose: str) -> bytes:
+        """A 32-byte secret of two devices for one purpose in this cohort.
+
+        Raises:
+            ValueError: the peer's key is invalid.
+        """
+        shared = own.exchange(X25519PublicKey.from_public_bytes(peer))
+        return HKDF(SHA256(), 32, salt=bytes.fromhex(self.digest), info=purpose.encode()).derive(shared)
+
+    def pair_seed(self, key: X25519PrivateKey, own: int, peer: int, training: str) -> bytes:
+        """s_ij of the owner of a masking key, at position `own`, and the device at position `peer`.
+
+        It depends on both positions: several X25519 keys make the same secrets, so a device could take one that makes
+        those of another device, whose masks would then cancel. And on what both were asked to learn
+        (`fedge.steps.masked.train_masked.alike`): if not the same, their masks do not cancel.
+        """
+        return self.secret(key, self.members[peer].masking, f"mask {min(own, peer)} {max(own, peer)} {training}")
+
+    def _cipher(self, own: X25519PrivateKey, peer: int, sender: int, receiver: int) -> ChaCha20Poly1305:
+        return ChaCha20Poly1305(self.secret(own, self.members[peer].encryption, f"shares {sender} {receiver}"))
+
+    def seal(self, own: X25519PrivateKey, sender: int, receiver: int, data: bytes) -> bytes:
+        """Encrypt one message from one position to another; the key is for this cohort and direction only."""
+        return self._cipher(own, receiver, sender, receiver).encrypt(_NONCE, data, None)
+
+    def unseal(self, own: X25519PrivateKey, sender: int, receiver: int, data: bytes) -> bytes | None:
+        """Decrypt the output of `seal`; None: not sealed that way."""
+        try:
+            return self._cipher(own, sender, sender, receiver).decrypt(_NONCE, data, None)
+        except (InvalidTag, ValueError):
+            return None
+
+
+@lru_cache(MAX_COHORT)
+def _signed(key: bytes, statement: bytes, signature: bytes) -> bool:
+    """Whether this is a signature by the owner of a key. Cached: all devices of a simulation check the same ones."""
+    try:
+        Ed25519PublicKey.from_public_bytes(key).verify(signature, statement)
+    except (InvalidSignature, ValueError):
+        return False
+    return True
+
+
+_NONCE: Final = bytes(12)
+_members: Final = msgspec.msgpack.Decoder(Annotated[tuple[Member, ...], Meta(min_length=2, max_length=MAX_COHORT)])
+_positions: Final = msgspec.msgpack.Decoder(Annotated[tuple[Position, ...], Meta(max_length=MAX_COHORT)])
+_signatures: Final = msgspec.msgpack.Decoder(Annotated[dict[Position, Signature], Meta(max_length=MAX_COHORT)])
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[T], data: bytes, what: str) -> T:
+    with failing_as(partial(ProtocolError, "malformed"), f"no {what}", on=MALFORMED):
+        return decoder.decode(data)
+
+
+def write_roster(members: Iterable[Member]) -> bytes:
+    """Serialise the roster."""
+    return msgspec.msgpack.encode(sorted(members, key=lambda member: member.id))
+
+
+def read_roster(data: bytes) -> Roster:
+    """Parse the output of `write_roster`.
+
+    Raises:
+        ProtocolError: `malformed`: not a roster, or it names a device or a key twice.
+    """
+    members = _decoded(_members, data, "roster")
+    ids = [member.id for member in members]
+    if ids != sorted(set(ids)) or len({key for member in members for key in member.keys}) != 3 * len(members):
+        raise ProtocolError("malformed", "a roster that names a device or a key twice")
+    return Roster(members, digest_of(data))
+
+
+def write_positions(positions: Iterable[int]) -> bytes:
+    """Serialise a set of devices of a roster."""
+    return msgspec.msgpack.encode(sorted(positions))
+
+
+def read_positions(data: bytes, roster: Roster) -> tuple[int, ...]:
+    """Parse the output of `write_positions`; equal sets have equal bytes.
+
+    Raises:
+        ProtocolError: `malformed`: no positions, or not in the roster, or not written like that.
+    """
+    found: tuple[int, ...] = _decoded(_positions, data, "positions")
+    if data != write_positions(set(found)) or found[-1:] > (len(roster.members) - 1,):
+        raise ProtocolError("malformed", "positions that are not in the roster, or not ascending")
+    return found
+
+
+def write_signatures(signatures: Mapping[int, bytes]) -> bytes:
+    """Serialise signatures by position."""
+    return msgspec.msgpack.encode(dict(sorted(signatures.items())))
+
+
+def read_signatures(data: bytes) -> dict[int, bytes]:
+    """Parse the output of `write_signatures`; whether they are genuine, `Roster.signers` says.
+
+    Raises:
+        ProtocolError: `malformed`.
+    """
+    return _decoded(_signatures, data, "signatures")
+
+
+def _sum_of(order: Order, session: str) -> str:
+    """The context of a proof, which ties it to one sum."""
+    return f"masking {order.run} {order.round} {session}"
+
+
+def proven(keys: KeysMade, order: Order, session: str, signed: Plain | Signed) -> KeysMade:
+    """A device's keys with a proof of ownership, if messages are signed."""
+    return replace(keys, proof=signed.vouch(_sum_of(order, session), b"".join(member(order.device_id, keys).keys)))
+
+
+def require_genuine(members: Iterable[Member], order: Order, session: str, signed: Plain | Signed) -> None:
+    """Check that all keys belong to devices of the federation: a coordinator could invent all but one.
+
+    Without signed messages this cannot be checked.
+
+    Raises:
+        ProtocolError: as `fedge.membership.signed_messages.Signed.open`; the text names the device.
+    """
+    for member in members:
+        try:
+            signed.require_vouched(_sum_of(order, session), b"".join(member.keys), member.proof, member.id)
+        except ProtocolError as error:
+            raise ProtocolError("certificate", f"nobody vouches for the keys of {member.id} ({error})") from None
+
+
+def prg(seed: bytes, layout: Layout) -> Summand:
+    """A mask that looks uniform in the rings to anyone without the seed (ChaCha20, RFC 8439)."""
+    stream = Cipher(ChaCha20(seed, bytes(16)), mode=None).encryptor()
+    return fixed_point.from_bytes(stream.update(bytes(fixed_point.n_bytes(layout))), layout)
+
+
+def add_pair_mask(total: Summand, own: int, peer: int, seed: bytes, layout: Layout) -> None:
+    """Add the mask of the device at position `own` for its pair with `peer`, in place; `peer` adds the opposite."""
+    (total.add if own < peer else total.subtract)(prg(seed, layout))
+
+
+def commitment(seed: bytes) -> bytes:
+    """A commitment to the device's own mask seed b, of 256 random bits, made before it is shared."""
+    return hashlib.sha256(b"fedge own mask" + seed).digest()
+
+
+class Sums(Struct, frozen=True, array_like=True):
+    """The sums of a run, by their devices: one bit for each, so that a sum of 10,000 takes 1,250 bytes.
+
+    `devices`: of all sums, as they came. Bit k of a sum, from the lowest, is that of `devices[k]`; no zeros at the end.
+    """
+
+    sums: tuple[bytes, ...] = ()
+    devices: tuple[str, ...] = ()
+
+    def __iter__(self) -> Iterator[tuple[str, ...]]:
+        """The devices of each sum, ascending."""
+        for each in self.sums:
+            bits = np.unpackbits(np.frombuffer(each, np.uint8), bitorder="little")
+            yield tuple(sorted(self.devices[k] for k in np.flatnonzero(bits)))
+
+    def including(self, summed: Iterable[str]) -> Sums:
+        """These and one more, unless it is there."""
+        devices = frozenset(summed)
+        known = (*self.devices, *sorted(devices.difference(self.devices)))
+        bits = _bits(devices, known)
+        return self if bits in self.sums else Sums((*self.sums, bits), known)
+
+    def too_close(self, summed: Iterable[str], fewest: int) -> str:
+        """Why these devices may not be summed, given the sums so far; empty: they may.
+
+        A sum covers at least `fewest` devices. Two sums cover the same devices or differ by at least as many, since the
+        difference of two sums is a sum, too. And whoever checks this must be able to remember it.
+        """
+        devices = frozenset(summed)
+        if len(devices) < fewest:
+            return f"a sum of {len(devices)} devices, {fewest} are the fewest"
+        bits, n_new = _bits(devices, self.devices), len(devices.difference(self.devices))
+        own = int.from_bytes(bits, "little")
+        apart = {(own ^ int.from_bytes(each, "little")).bit_count() + n_new for each in self.sums}
+        if (nearest := min(apart - {0}, default=fewest)) < fewest:
+            return f"a sum that differs by {nearest} devices from an earlier one, {fewest} are the fewest"
+        if 0 not in apart and sum(map(len, (*self.sums, *self.devices))) > MAX_REMEMBERED:
+            return f"{len(self.sums)} different sums in this run, no more can be remembered"
+        return ""
+
+
+def _bits(devices: Collection[str], known: Sequence[str]) -> bytes:
+    """Which of the known devices are among these."""
+    return np.packbits(np.array([i in devices for i in known], bool), bitorder="little").tobytes().rstrip(b"\0")

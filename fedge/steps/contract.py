@@ -1,0 +1,356 @@
+"""Steps: what a device can be asked to do. This is the contract half; it needs no torch.
+
+A step consists of an `Action` (the request, with bounds), its `Result`, and a device half, which is a module with
+
+    run(device, action) -> result                    what the device does (`edge_agent.device.device.Device`)
+    many(devices, actions) -> [result or None]       optional: the same for several simulated devices at once
+    overlay(model, kept, layout) -> model            optional: combines what the step keeps with a model
+
+The wire carries the step's name, its version and the action as MessagePack. A device runs only steps that its owner has
+installed (`known_steps`); the network can only name them. Contracts are in `fedge/steps`, device halves in
+`edge_agent/steps`, under the same names.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from collections.abc import Collection, Iterable, Mapping
+from functools import cache
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from typing import Any, ClassVar, Final, Self, TypeVar, get_args, get_type_hints
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
+
+from fedge.data.task import TaskSpec
+from fedge.errors import MALFORMED, ConfigError, ProtocolError
+from fedge.settings import NAME
+from fedge.system.loading import load_object
+from fedge.system.text import Worded
+from fedge.tensors.layout import Layout
+from fedge.wire.messages import BlobRef, Order, Outcome, Report, Why, all_finite, blobs_of
+
+T = TypeVar("T", bound=Struct)
+fields_of = cache(msgspec.structs.fields)
+"""The fields of a type of struct: finding them takes longer than most messages do."""
+
+GROUP: Final = "fedge.steps"
+"""Entry points of installed packages, ours among them, that name an `Action` each."""
+
+
+class Reveals(Worded):
+    """What a field of a message reveals about a device. The device's owner allows kinds (`fedge.privacy.egress`).
+
+    docs/privacy.md says what can be learned from each.
+    """
+
+    NOTHING = "nothing", "nothing of its data"
+    COUNT = "count", "a number of samples"
+    UPDATE = "update", "a model update"
+    ACCOUNTED = "accounted", "a model update with noise, accounted for"
+    MASKED = "masked", "a model update under a mask: nothing but the sum of a cohort"
+    LOSS = "loss", "losses or accuracies"
+    WEIGHT = "weight", "weights or shares of models"
+    CHOICE = "choice", "which model suits its data"
+    PROFILE = "profile", "an activation profile"
+    LABELS = "labels", "what labels it has"
+    FEATURES = "features", "mean features"
+    PRIVATE = "private", "a module that was private"
+    VERDICT = "verdict", "whether a new bundle suits it"
+    ANSWERS = "answers", "predictions for samples that sensors sent"
+    MACHINE = "machine", "what machine it is"
+    LOAD = "load", "how busy it is, and how fast"
+    USE = "use", "how its bundle is used, and whether its inputs have changed"
+    TEXT = "text", "the text of an error"
+
+
+HARMLESS: Final = frozenset({Reveals.NOTHING, Reveals.COUNT, Reveals.ACCOUNTED})
+"""What differential privacy lets out: the number of samples is public (`fedge.steps.training.train_dp`)."""
+
+
+class Result(Struct, frozen=True, kw_only=True):
+    """The result of a step. `REVEALS` says for each field what it reveals; a field not listed counts as `PRIVATE`.
+
+    A field with a default is left out if the device's owner does not allow it.
+    """
+
+    REVEALS: ClassVar[Mapping[str, Reveals]] = {}
+
+    @classmethod
+    def revealed(cls) -> dict[str, Reveals]:
+        """What each field reveals."""
+        return {field: cls.REVEALS.get(field, Reveals.PRIVATE) for field in cls.__struct_fields__}
+
+
+class Refusal(Result, frozen=True, kw_only=True):
+    """A reason why there is no result. `reason` goes into the device's own log and is never sent."""
+
+    why: Why = Why.OTHER
+    reason: str = ""
+
+
+class Declined(Refusal, frozen=True, kw_only=True):
+    """The device will not do it now (RAM, temperature, battery, no data); not a fault."""
+
+
+class Failed(Refusal, frozen=True, kw_only=True):
+    """The device tried and could not (a missing blob, a model that does not fit, an exception)."""
+
+
+class Unsupported(Refusal, frozen=True, kw_only=True):
+    """The device does not know the step, or not in this version."""
+
+    why: Why = Why.UNKNOWN_STEP
+
+
+REFUSALS: Final = {Outcome.DECLINED: Declined, Outcome.FAILED: Failed, Outcome.UNSUPPORTED: Unsupported}
+
+
+class Action(Struct, frozen=True, kw_only=True):
+    """A request to a device; each subclass is the contract of one step.
+
+    STEP, VERSION: its name on the wire; raise the version when old devices would misunderstand the action.
+    RESULT: the type of the result. DEVICE: module of the device half, by default `edge_agent.steps.{STEP}`. TRAINS:
+    whether it needs torch and labels.
+    """
+
+    STEP: ClassVar[str]
+    VERSION: ClassVar[int] = 1
+    RESULT: ClassVar[type[Result]]
+    DEVICE: ClassVar[str] = ""
+    TRAINS: ClassVar[bool] = True
+    weights: BlobRef | UnsetType = UNSET
+    """What a frozen part of the network is (`fedge.models.weights`): set by the fleet, whatever the step."""
+    EXPORTS: ClassVar[bool] = False
+    """Whether the device exports a network to ONNX and writes a bundle: that takes long, however little it trains."""
+    TIMED: ClassVar[bool] = True
+    """Whether the report gives the time of the work. False if sensitive samples shape it, or if there is hardly any
+    work."""
+
+    @property
+    def exports(self) -> bool:
+        """`EXPORTS`; of an order to a relay, whether any of its devices' actions does."""
+        return self.EXPORTS
+
+    def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
+        """Approximate cost in forward passes of one sample; the simulated clock and deadlines use it.
+
+        n_shared, n_train, n_val: the device's non-sensitive, all training and validation samples.
+        """
+        return n_train + n_val
+
+    def check(self, result: Any, task: TaskSpec) -> None:
+        """Refuse a well-typed result that does not answer this action; see `require`.
+
+        Raises:
+            ProtocolError: `wrong-result`, or another name.
+        """
+
+    def uploads(self, result: Any, layout: Layout) -> Mapping[BlobRef, Layout | None]:
+        """The blobs of a result, each with the tensors it must hold. `layout`: of the task's network.
+
+        None: plain bytes, whose size this method has checked.
+        """
+        return {}
+
+    def reveals(self) -> Mapping[str, Reveals]:
+        """What each field of this action's result reveals."""
+        return self.RESULT.revealed()
+
+    def sparing(self, withheld: Collection[str]) -> Self | None:
+        """The action for a device whose owner withholds these kinds; None if nothing useful would come back.
+
+        That is so if a field without default is withheld, or everything the result is about.
+        """
+        reveals = self.reveals()
+        needed = {reveals[field.name] for field in fields_of(self.RESULT) if field.required}
+        about = set(reveals.values()) - {Reveals.NOTHING}
+        empty = bool(about) and about.issubset(withheld)
+        return self if needed.isdisjoint(withheld) and not empty else None
+
+
+def unaccounted(action: type[Action]) -> dict[str, Reveals]:
+    """The result fields that depend on samples without noise to protect them, with what each reveals."""
+    return {field: kind for field, kind in action.RESULT.revealed().items() if kind not in HARMLESS}
+
+
+def require(holds: bool, otherwise: str) -> None:
+    """Refuse a result.
+
+    Raises:
+        ProtocolError: `wrong-result`, if it does not hold.
+    """
+    if not holds:
+        raise ProtocolError("wrong-result", otherwise)
+
+
+Steps = Mapping[str, type[Action]]
+
+
+@cache
+def installed_steps() -> Steps:
+    """The steps of all installed packages, by name."""
+    return {point.name: point.load() for point in entry_points(group=GROUP)}
+
+
+def known_steps(paths: Iterable[str] = ()) -> Steps:
+    """The steps of this device: the installed ones, and those its owner names as `package.module:Class`.
+
+    Raises:
+        ConfigError: a path names no step, or one that no device could carry out.
+    """
+    known = dict(installed_steps())
+    for path in paths:
+        own = load_object(path)
+        if not (isinstance(own, type) and issubclass(own, Action)):
+            raise ConfigError(f"{path} is not a step: it must be a subclass of fedge.steps.contract.Action")
+        require_step(own)
+        known[own.STEP] = own
+    return known
+
+
+@cache
+def require_step(kind: type[Action]) -> None:
+    """Refuse a step that devices could not carry out, or whose results could not be taken.
+
+    Raises:
+        ConfigError: the text says what to write.
+    """
+    name = kind.__name__
+    if not re.fullmatch(NAME, str(vars(kind).get("STEP", ""))):
+        inherited = getattr(kind, "STEP", None)
+        instead = f", or devices carry out {inherited!r} instead" if inherited else ""
+        raise ConfigError(f'{name} needs a name of its own on the wire: write STEP: ClassVar = "..."{instead}')
+    result = getattr(kind, "RESULT", None)
+    if not (isinstance(result, type) and issubclass(result, Result)):
+        raise ConfigError(
+            f"step {kind.STEP} has no RESULT: name the subclass of fedge.steps.contract.Result that answers it"
+        )
+    for own in (kind, result):
+        if not own.__struct_config__.frozen:
+            raise ConfigError(f"{own.__name__} of step {kind.STEP} can be changed: write frozen=True")
+    if missing := [field for field in result.__struct_fields__ if field not in result.REVEALS]:
+        raise ConfigError(
+            f"{result.__name__}.REVEALS does not say what {', '.join(missing)} of step {kind.STEP} lets out of a "
+            "device, so owners withhold it: name each field there, with a kind of fedge.steps.contract.Reveals"
+        )
+    if kind.uploads is Action.uploads and (files := [f for f, hint in get_type_hints(result).items() if _names(hint)]):
+        raise ConfigError(
+            f"{', '.join(files)} of {result.__name__} refers to tensors that the coordinator would never fetch: let "
+            f"{name}.uploads return each reference with the layout of its tensors"
+        )
+    _require_device_half(kind)
+
+
+def _names(hint: object) -> bool:
+    """Whether values of a type may refer to tensors."""
+    return hint is BlobRef or any(_names(each) for each in get_args(hint))
+
+
+def _require_device_half(kind: type[Action]) -> None:
+    """Refuse a step without a device half, as far as this machine can tell: it may be on devices alone."""
+    at = device_module(kind)
+    if at in sys.modules:
+        there = hasattr(sys.modules[at], "run")
+    elif at.startswith("edge_agent.") and find_spec("edge_agent") is not None:
+        there = find_spec(at) is not None
+    else:
+        return
+    if not there:
+        raise ConfigError(
+            f"step {kind.STEP} has no device half: {at} needs a function run(device, action); if it is in another "
+            f"module, write DEVICE: ClassVar = the module's name into {kind.__name__}"
+        )
+
+
+def device_module(action: type[Action]) -> str:
+    """Name of the module that carries out a step."""
+    return action.DEVICE or f"edge_agent.steps.{action.STEP}"
+
+
+def device_half(action: type[Action]) -> Any:
+    """The module that carries out a step.
+
+    Raises:
+        ConfigError: there is none, or it lacks `run`.
+    """
+    name = device_module(action)
+    try:
+        half = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not name.startswith(error.name):
+            raise
+        raise ConfigError(f"step {action.STEP} has no device half: there is no module {name}") from error
+    if not hasattr(half, "run"):
+        raise ConfigError(f"step {action.STEP} has no device half: {name} needs a function run(device, action)")
+    return half
+
+
+# ------------------------------------------------------------------------------------------------------ on the wire
+
+
+def body_of(value: Action | Result) -> bytes:
+    """Encode an action or a result; equal values give equal bytes.
+
+    Raises:
+        ValueError: it holds NaN or infinity (our own bug: never sent).
+    """
+    if not all_finite(msgspec.to_builtins(value)):
+        raise ValueError(f"{type(value).__name__} holds a number that is not finite")
+    return msgspec.msgpack.encode(value)
+
+
+def read_action(order: Order, known: Steps) -> Action | Unsupported:
+    """The action of an order, if this device knows its step.
+
+    Raises:
+        ProtocolError: `malformed` or `not-finite`.
+    """
+    kind = known.get(order.step)
+    if kind is None or order.version != kind.VERSION:
+        have = f"version {kind.VERSION}" if kind else "none of that name"
+        return Unsupported(reason=f"step {order.step} version {order.version}: this device has {have}")
+    return _read(order.body, kind)
+
+
+def read_result(report: Report, action: Action) -> Result:
+    """Decode the result in a report against its schema; the caller runs `Action.check` and checks the blobs.
+
+    Raises:
+        ProtocolError: `malformed` or `not-finite`.
+    """
+    if report.outcome is not Outcome.DONE:
+        return REFUSALS[report.outcome](why=report.why or Why.OTHER)
+    return _read(report.body, action.RESULT)
+
+
+def outcome_of(result: Result) -> Outcome:
+    """The outcome that a report of this result tells."""
+    return next((outcome for outcome, kind in REFUSALS.items() if isinstance(result, kind)), Outcome.DONE)
+
+
+def report_of(order: Order, result: Result, seconds: float) -> Report:
+    """The report of an order."""
+    outcome = outcome_of(result)
+    return Report(
+        order_id=order.id,
+        device_id=order.device_id,
+        seconds=seconds,
+        outcome=outcome,
+        why=result.why if isinstance(result, Refusal) else None,
+        body=body_of(result) if outcome is Outcome.DONE else b"",
+        blobs=tuple(blobs_of(result)),
+    )
+
+
+def _read(body: bytes, kind: type[T]) -> T:
+    try:
+        value = msgspec.msgpack.decode(body, type=kind)
+    except MALFORMED as error:
+        raise ProtocolError("malformed", f"{kind.__name__}: {error}") from error
+    if not all_finite(msgspec.to_builtins(value)):
+        raise ProtocolError("not-finite", f"{kind.__name__} holds NaN or infinity")
+    return value

@@ -1,0 +1,48 @@
+"""ReLU-sparsity profile (SPRE) of the device's non-sensitive samples."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+from msgspec import Meta
+
+from fedge.data.task import TaskSpec
+from fedge.steps.contract import Action, Result, Reveals, require
+from fedge.wire.messages import BlobRef, Count, Digest, NonNegative, Share
+
+
+class Profiled(Result, frozen=True, kw_only=True):
+    """Share of exact zeros per unit, in [0, 1]; `halves`: D_raw between the even and the odd samples' profiles.
+
+    `extractor`: digest of the network that made the profile. `halves` is None with noise or fewer than 2 samples.
+    """
+
+    REVEALS: ClassVar = {
+        "extractor": Reveals.NOTHING,
+        "profile": Reveals.PROFILE,
+        "halves": Reveals.PROFILE,
+        "n_samples": Reveals.COUNT,
+    }
+    extractor: Digest
+    profile: Annotated[tuple[Share, ...], Meta(min_length=1, max_length=4096)]
+    halves: NonNegative | None = None
+    n_samples: Count
+
+
+class Profile(Action, frozen=True, kw_only=True):
+    """`noise`: sigma_dp of Gaussian noise that the device adds, drawn once and stored. 0: none."""
+
+    STEP: ClassVar = "profile"
+    RESULT: ClassVar = Profiled
+
+    extractor: BlobRef
+    noise: NonNegative = 0.0
+
+    def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
+        """One pass over D_L."""
+        return n_shared
+
+    def check(self, result: Profiled, task: TaskSpec) -> None:
+        """A profile by this extractor, without halves if noise is requested."""
+        require(result.extractor == self.extractor.digest, "a profile of another extractor")
+        require(not self.noise or result.halves is None, "halves, which no noise covers")

@@ -1,0 +1,28 @@
+"""FedCoE's cold start, first half: mean output of the gate over the device's samples. Needs no torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+from msgspec import Meta
+
+from fedge.steps.contract import Action, Result, Reveals
+from fedge.wire.messages import BlobRef, Count, Share
+
+
+class Routed(Result, frozen=True, kw_only=True):
+    """rho: shares of the experts, (K,), which sum to 1."""
+
+    REVEALS: ClassVar = {"shares": Reveals.WEIGHT, "n_samples": Reveals.COUNT}
+    shares: Annotated[tuple[Share, ...], Meta(min_length=1, max_length=1024)]
+    n_samples: Count
+
+
+class Route(Action, frozen=True, kw_only=True):
+    """`gate`: an ONNX file, x (n, *input_shape) -> p (n, K)."""
+
+    STEP: ClassVar = "route"
+    RESULT: ClassVar = Routed
+    TRAINS: ClassVar = False
+
+    gate: BlobRef

@@ -1,0 +1,29 @@
+"""Compare the trial's global model with the trial's expert on the validation samples (fedge.md section 5)."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from fedge.steps.contract import Action, Result, Reveals
+from fedge.wire.messages import BlobRef
+
+
+class Tried(Result, frozen=True, kw_only=True):
+    """delta = loss(G) - loss(E); None without validation samples."""
+
+    REVEALS: ClassVar = {"delta": Reveals.LOSS}
+    delta: float | None = None
+
+
+class Trial(Action, frozen=True, kw_only=True):
+    """Validation loss of the trial's global model minus that of the trial's expert."""
+
+    STEP: ClassVar = "trial"
+    RESULT: ClassVar = Tried
+
+    global_model: BlobRef
+    expert: BlobRef
+
+    def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
+        """Two models on the validation samples."""
+        return 2 * n_val

@@ -1,0 +1,63 @@
+"""Secure aggregation, step 1 of 5: a device makes three key pairs for one sum and publishes the public halves."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+from msgspec import Meta
+
+from fedge.data.task import TaskSpec
+from fedge.steps.contract import Action, Result, Reveals, require
+from fedge.wire.messages import Id
+
+PublicKey = Annotated[bytes, Meta(min_length=32, max_length=32)]
+Signature = Annotated[bytes, Meta(min_length=64, max_length=64)]
+"""By the key `signing` of a device (Ed25519), of a statement (`fedge.privacy.masked_sums`)."""
+Proof = Annotated[bytes, Meta(max_length=4096)]
+
+
+class KeysMade(Result, frozen=True, kw_only=True):
+    """X25519 keys: `encryption`, for shares that others send it, and `masking`. `signing`: an Ed25519 key.
+
+    `proof`: of this device's ownership, for the rest of the cohort (`fedge.privacy.masked_sums.require_genuine`); empty
+    if messages are not signed.
+    """
+
+    REVEALS: ClassVar = dict.fromkeys(("encryption", "masking", "signing", "proof"), Reveals.NOTHING)
+    encryption: PublicKey
+    masking: PublicKey
+    signing: PublicKey
+    proof: Proof = b""
+
+
+class MaskStep(Action, frozen=True, kw_only=True):
+    """Common part of the steps of a masked sum besides training; only devices that train are asked.
+
+    `session`: name of the sum within the round, the same in all five.
+    """
+
+    TIMED: ClassVar = False
+    session: Id
+
+    def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
+        """Almost none: no sample is used."""
+        return 1
+
+
+class MaskKeys(MaskStep, frozen=True, kw_only=True):
+    """Make keys."""
+
+    STEP: ClassVar = "mask_keys"
+    VERSION: ClassVar = 2
+    RESULT: ClassVar = KeysMade
+
+    def check(self, result: KeysMade, task: TaskSpec) -> None:
+        """Three keys, of which two make secrets."""
+        from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+
+        require(len({result.encryption, result.masking, result.signing}) == 3, "one key for two purposes")
+        for key in (result.encryption, result.masking):
+            try:
+                X25519PrivateKey.generate().exchange(X25519PublicKey.from_public_bytes(key))
+            except ValueError:
+                require(False, "a key that makes no secret")

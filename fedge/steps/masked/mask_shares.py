@@ -1,0 +1,37 @@
+"""Secure aggregation, step 2 of 5: a device gives its neighbours shares of the secrets behind its masks."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Final
+
+from msgspec import Meta
+
+from fedge.steps.contract import Result, Reveals
+from fedge.steps.masked.mask_keys import MaskStep
+from fedge.wire.messages import BlobRef
+
+MAX_COHORT: Final = 10_000
+"""Devices of one sum: `fedge.privacy.masked_sums.DEGREE` neighbours are enough for so many."""
+MIN_COHORT: Final = 5
+"""Devices of one sum at least, unless somebody says otherwise: who knows all but one of the updates knows that one."""
+Position = Annotated[int, Meta(ge=0, lt=MAX_COHORT)]
+"""Of a device in the roster."""
+Sealed = Annotated[bytes, Meta(min_length=82, max_length=82)]
+"""Two shares of 33 bytes and a tag of 16: for one device's eyes."""
+
+
+class SharesMade(Result, frozen=True, kw_only=True):
+    """`sealed`: the shares for each neighbour. `commitment`: a hash of the device's own mask seed."""
+
+    REVEALS: ClassVar = {"sealed": Reveals.NOTHING, "commitment": Reveals.NOTHING}
+    sealed: Annotated[dict[Position, Sealed], Meta(min_length=1, max_length=256)]
+    commitment: Annotated[bytes, Meta(min_length=32, max_length=32)]
+
+
+class MaskShares(MaskStep, frozen=True, kw_only=True):
+    """Share secrets with the neighbours in a roster (`fedge.privacy.masked_sums.Roster`)."""
+
+    STEP: ClassVar = "mask_shares"
+    VERSION: ClassVar = 2
+    RESULT: ClassVar = SharesMade
+    roster: BlobRef

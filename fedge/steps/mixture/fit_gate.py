@@ -1,0 +1,33 @@
+"""fedge.md sections 9 to 11: gate, final fit, guard; writes the bundle."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+from msgspec import Meta
+
+from fedge.steps.contract import Action
+from fedge.steps.mixture.fit_candidates import CANDIDATE_STEPS
+from fedge.steps.mixture.fit_weights import Calibration, Weights
+from fedge.steps.mixture.install import Installed
+from fedge.steps.sgd import Sgd
+from fedge.wire.messages import NonNegative, Role
+
+
+class FitGate(Action, frozen=True, kw_only=True):
+    """`pooled` holds "local" only if the pool accepted the local model."""
+
+    STEP: ClassVar = "fit_gate"
+    RESULT: ClassVar = Installed
+    EXPORTS: ClassVar = True
+    TIMED: ClassVar = False
+
+    calibration: dict[Role, Calibration]
+    pooled: Weights
+    shrinkage: Annotated[float, Meta(gt=0)]
+    beta: NonNegative
+    sgd: Sgd
+
+    def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
+        """Each candidate on the validation samples, and the last fit."""
+        return len(self.calibration) * n_val + self.sgd.passes(CANDIDATE_STEPS, n_train + n_val)

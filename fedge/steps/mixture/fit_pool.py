@@ -1,0 +1,36 @@
+"""PM-MoE stage 2: denoise the pool, train the gate, write the bundle (pm_moe.md sections 5 to 7)."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Final, Literal
+
+from msgspec import Meta
+
+from fedge.steps.mixture.install import Installed, Served
+from fedge.wire.messages import BlobRef, Count, Id
+
+MAX_POOL: Final = 400
+"""Private modules of a pool: an order names each of them in about 100 bytes."""
+
+
+class FitPool(Served, frozen=True, kw_only=True):
+    """`model`, `personal`, `kept_by`, `initial`: of stage 1, as in `Install`."""
+
+    STEP: ClassVar = "fit_pool"
+    RESULT: ClassVar = Installed
+    EXPORTS: ClassVar = True
+    TIMED: ClassVar = False
+
+    kept_by: Id
+    initial: BlobRef
+    pool: Annotated[tuple[BlobRef | None, ...], Meta(min_length=1, max_length=MAX_POOL)]  # None: not available
+    own: Count  # the device's own index in the pool (entry None): that module comes from its own store
+    preset: Literal["paper", "anchored"] = "anchored"
+    top: Annotated[int, Meta(ge=1)] | None = None  # k; None: ceil(M / 2)
+    denoise: Annotated[float, Meta(ge=0, lt=1)] = 0.2
+    epochs: Count = 50
+    guard: bool = True
+
+    def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
+        """The gate's epochs."""
+        return (n_train + n_val) * (1 + self.epochs)

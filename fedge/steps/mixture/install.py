@@ -1,0 +1,61 @@
+"""Write a bundle of one model: the end of every method whose devices run one network."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+from msgspec import Meta, Struct
+
+from fedge.steps.contract import Action, Result, Reveals
+from fedge.steps.sgd import Sgd
+from fedge.tensors.layout import Selector
+from fedge.wire.messages import BlobRef, Count, Id, Text
+
+
+class Installed(Result, frozen=True, kw_only=True):
+    """The bundle is written. Its content stays on the device, since sensitive samples shaped it."""
+
+    REVEALS: ClassVar = {"release": Reveals.NOTHING}
+    release: Annotated[int, Meta(ge=1, le=2**53)]  # higher than that of any bundle before on the device
+
+
+class FineTune(Struct, frozen=True, kw_only=True):
+    """Train on all of the device's training samples and write a bundle; nothing of it is sent.
+
+    `checkpoints`: candidate numbers of steps, chosen by validation loss, the smaller on a tie; a single one is simply
+    run.
+    """
+
+    sgd: Sgd  # its `steps` are not used
+    checkpoints: Annotated[tuple[Count, ...], Meta(min_length=1, max_length=32)]
+    otherwise: Count  # steps if there are no validation samples but several checkpoints
+
+
+class Served(Action, frozen=True, kw_only=True):
+    """The model of a final order, combined with what a training step kept on the device.
+
+    `personal`: the layers that `model` lacks. `kept_by`: the step whose training kept something; None: none. `initial`:
+    all tensors, for a device that never trained; None: as in `Train`.
+    """
+
+    model: BlobRef
+    personal: Selector = ()
+    kept_by: Id | None = None
+    initial: BlobRef | None = None
+
+
+class Install(Served, frozen=True, kw_only=True):
+    """Write a bundle of the model, unchanged or fine-tuned."""
+
+    STEP: ClassVar = "install"
+    RESULT: ClassVar = Installed
+    EXPORTS: ClassVar = True
+    TIMED: ClassVar = False
+
+    method: Text
+    fine_tune: FineTune | None = None
+
+    def passes(self, n_shared: int, n_train: int, n_val: int) -> float:
+        """One evaluation on the validation samples, and the fine-tuning."""
+        tuning = self.fine_tune
+        return n_val + (tuning.sgd.passes(max(tuning.checkpoints), n_train) if tuning else 0)

@@ -1,0 +1,25 @@
+"""DBE: a vector added to the features stays on the device; the features' mean is pulled to the global one."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Final
+
+from fedge.steps.training.train import Train
+from fedge.tensors.layout import HEAD, Layout, Selector, TensorInfo
+from fedge.wire.messages import BlobRef, NonNegative
+
+OFFSET: Final = "offset"
+
+
+class TrainDbe(Train, frozen=True, kw_only=True):
+    """`kappa`: weight of the distance of a batch's mean features to `global_mean`."""
+
+    STEP: ClassVar = "train_dbe"
+
+    global_mean: BlobRef  # {"mean": (D,) float32}
+    kappa: NonNegative = 1.0
+
+    @staticmethod
+    def kept(personal: Selector, layout: Layout) -> Layout:
+        """The vector, (D,)."""
+        return Layout(tensors=(TensorInfo(name=OFFSET, shape=layout.select(HEAD).tensors[0].shape[1:]),))

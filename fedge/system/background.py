@@ -1,0 +1,120 @@
+"""Tasks that run beside the main work of an event loop. None of them may fail unnoticed."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import signal
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any, Final, TypeVar
+
+from fedge.system.stopping import INTERRUPTED
+
+T = TypeVar("T")
+
+
+STOP_S: Final = 4.0
+"""Time in which a process stops. What it has accepted is durable, so it may end anywhere."""
+
+
+def on_signal(act: Callable[[], object], *, within_s: float | None = None) -> None:
+    """Have SIGINT and SIGTERM call `act` in this event loop.
+
+    The process exits with `INTERRUPTED` if it has not ended `within_s` after the first signal, or at the second one: a
+    thread may not check whether to stop, a broker may hang, and a user who asks twice is in a hurry. This holds even
+    after the loop has ended.
+    """
+    loop = asyncio.get_running_loop()
+
+    def interrupted(_number: int, _frame: object) -> None:
+        if within_s is not None:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, lambda *_: os._exit(INTERRUPTED))
+            end = threading.Timer(within_s, os._exit, (INTERRUPTED,))
+            end.daemon = True
+            end.start()
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(act)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, interrupted)
+
+
+async def until_stopped(work: Coroutine[Any, Any, T]) -> T | None:
+    """Its result; None if SIGINT or SIGTERM cancelled it, which may take `STOP_S`."""
+    running = asyncio.ensure_future(work)
+    on_signal(running.cancel, within_s=STOP_S)
+    try:
+        return await running
+    except asyncio.CancelledError:
+        return None
+
+
+def in_daemon(work: Callable[[], T], orphaned: Callable[[], None] = lambda: None) -> asyncio.Future[T]:
+    """Run blocking work in a thread for which neither the loop nor the process waits on exit.
+
+    `orphaned`: is called, in that thread, if the loop has ended meanwhile.
+    """
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def run() -> None:
+        try:
+            finish = functools.partial(_set_result, done, work())
+        except Exception as error:  # noqa: BLE001 - whoever waits is told
+            finish = functools.partial(_set_exception, done, error)
+        try:
+            loop.call_soon_threadsafe(finish)
+        except RuntimeError:
+            orphaned()
+
+    threading.Thread(target=run, name="connecting", daemon=True).start()
+    return done
+
+
+def _set_result(done: asyncio.Future[T], result: T) -> None:
+    if not done.done():
+        done.set_result(result)
+
+
+def _set_exception(done: asyncio.Future[T], error: Exception) -> None:
+    if not done.done():
+        done.set_exception(error)
+
+
+class Background:
+    """Tasks kept until they end; `fail` receives the exception of one that fails (cancellation is not a failure)."""
+
+    def __init__(self, fail: Callable[[BaseException], None]) -> None:
+        self.tasks: set[asyncio.Task[None]] = set()
+        self._fail = fail
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Start a task."""
+        task = asyncio.create_task(work)
+        self.tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def cancel(self) -> None:
+        """Ask all tasks to end."""
+        for task in self.tasks:
+            task.cancel()
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self.tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
+
+
+@contextmanager
+def first_failure() -> Iterator[None]:
+    """Context that raises only the first failure of a task group, as if there were no group."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        first = group.exceptions[0]
+        raise first from first.__cause__

@@ -1,0 +1,271 @@
+"""Work in a separate process: code that needs torch, or that may crash.
+
+The child is `python -m fedge.system.child MODULE:FUNCTION`. Arguments and results travel over a socket in MessagePack,
+typed by the function's annotations. Log records come the same way and are logged here; printed output goes to standard
+error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from threading import Lock
+from typing import Any, Final, Self, TypeVar, get_type_hints
+
+import msgspec
+import numpy as np
+
+from fedge.errors import MALFORMED, ConfigError, FedgeError, FruitlessError, StoreError, failing_as
+from fedge.system import tether
+from fedge.system.loading import load_object
+from fedge.system.stopping import Stop, StoppedError, never
+
+R = TypeVar("R")
+T = TypeVar("T")
+
+FAILURES: Final = {b"failed": ConfigError, b"broken": StoreError, b"fruitless": FruitlessError}
+LOOK_S: Final = 0.05
+"""Interval at which `stop` is polled."""
+END_S: Final = 5.0
+"""A child that has broken the connection has ended by then, or is killed."""
+
+
+def command(module: str, *words: str) -> list[str]:
+    """`python -m MODULE WORDS...`, without files in the present folder shadowing our modules."""
+    return [sys.executable, "-P", "-m", module, *words]
+
+
+def tethered(*words: str) -> list[str]:
+    """A command that the kernel kills with the thread that starts it."""
+    return [sys.executable, "-I", "-S", tether.__file__, str(os.getpid()), *words]
+
+
+def environment() -> dict[str, str]:
+    """Our environment, in which a child finds the same modules, including the user's."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
+class DiedError(ConfigError):
+    """The child ended before it answered. `status`: its exit code, negative for a signal; None: it had to be killed."""
+
+    def __init__(self, status: int | None) -> None:
+        if status is None:
+            super().__init__("it broke the connection and did not end")
+        else:
+            super().__init__(f"signal {-status}" if status < 0 else f"exit {status}")
+        self.status = status
+
+
+class Child:
+    """A function in a separate process, one call at a time. Context manager.
+
+    The process ends with the thread that started it, even if that is killed, and after a call that raises.
+
+    Args:
+        function: `module:name`; its annotations may use types known to msgspec, arrays and paths.
+        first: the arguments of a first call, which is a part of loading; its result is dropped.
+    """
+
+    def __init__(self, function: str, *first: object) -> None:
+        self.loaded = False
+        self._first = first
+        self._imported = False
+        self._wire, theirs = Pipe()
+        with theirs:
+            self._process = subprocess.Popen(
+                command("fedge.system.child", function, str(theirs.fileno()), str(os.getpid())),
+                env=environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=2,
+                pass_fds=[theirs.fileno()],
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
+    def close(self) -> None:
+        """Kill it at once."""
+        self._wire.close()
+        self._process.kill()
+        self._process.wait()
+
+    def load(self, stop: Stop = never, until: float = math.inf) -> None:
+        """Wait until the child has loaded its code, and done its first call. If stopped, it goes on with that.
+
+        `until`: when to give up, on the monotonic clock.
+
+        Raises:
+            DiedError, ConfigError, StoppedError, TimeoutError: as `call`.
+        """
+        try:
+            if not self._imported:
+                self._next(stop, until)
+                self._imported = True
+                if self._first:
+                    self._send(self._first)
+            if not self.loaded:
+                if self._first:
+                    self._next(stop, until)
+                self.loaded = True
+        except StoppedError:
+            raise
+        except BaseException:
+            self.close()
+            raise
+
+    def call(self, *arguments: object, returns: type[R], stop: Stop = never, timeout_s: float | None = None) -> R:
+        """The function's result.
+
+        `stop`: polled during the call; the child is killed when it returns True. `timeout_s`: when to give up; None:
+        never.
+
+        Raises:
+            DiedError: the child ended by itself.
+            ConfigError: the function failed; the text is the last line of the reason.
+            StoreError, FruitlessError: raised by the function.
+            StoppedError: `stop()` was true.
+            TimeoutError: it took longer.
+        """
+        until = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        try:
+            self.load(stop, until)
+            self._send(arguments)
+            data = self._next(stop, until)
+            with failing_as(ConfigError, "its result makes no sense", on=MALFORMED):  # a number beyond its range
+                return msgspec.msgpack.decode(data, type=returns, dec_hook=_rich)
+        except TimeoutError:
+            self.close()
+            raise TimeoutError(f"no answer within {timeout_s:g} s") from None
+        except BaseException:
+            self.close()
+            raise
+
+    def _send(self, arguments: tuple[object, ...]) -> None:
+        self._try(lambda: self._wire.send_bytes(msgspec.msgpack.encode(arguments, enc_hook=_plain)))
+
+    def _next(self, stop: Stop, until: float) -> bytes:
+        """What the child tells next; what it logs meanwhile is logged here."""
+        while True:
+            while not self._wire.poll(LOOK_S):
+                status = self._process.poll()  # a process of its own may hold the connection
+                if status is not None and not self._wire.poll():
+                    raise DiedError(status)
+                if stop():
+                    raise StoppedError
+                if time.monotonic() > until:
+                    raise TimeoutError
+            kind, data = self._try(lambda: (self._wire.recv_bytes(), self._wire.recv_bytes()))
+            if kind in FAILURES:
+                raise FAILURES[kind](data.decode())
+            if kind != b"log":
+                return data
+            name, level, template, values = msgspec.msgpack.decode(data, type=tuple[str, int, str, list[Any]])
+            logging.getLogger(name).log(level, template, *values)
+
+    def _try(self, exchange: Callable[[], T]) -> T:
+        try:
+            return exchange()
+        except (EOFError, OSError) as error:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(END_S)
+            raise DiedError(self._process.returncode) from error
+
+
+def call(function: str, *arguments: object, returns: type[R], timeout_s: float | None = None) -> R:
+    """The result of a function in a separate process; raises as `Child.call`."""
+    with Child(function) as child:
+        return child.call(*arguments, returns=returns, timeout_s=timeout_s)
+
+
+# ------------------------------------------------------------------------------------------------------- the child
+
+
+class _Wire(logging.Handler):
+    """What the child tells its parent: log records and the outcome of a call."""
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__()
+        self._connection = connection
+        self._telling = Lock()
+
+    def tell(self, kind: bytes, data: bytes) -> None:
+        with self._telling:
+            self._connection.send_bytes(kind)
+            self._connection.send_bytes(data)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Send template and values separately, as this process logs them (`fedge.system.logs`)."""
+        template, values = str(record.msg), record.args if isinstance(record.args, tuple) else ()
+        if record.exc_info:
+            template, values = (
+                f"{template} exception=%s",
+                (*values, logging.Formatter().formatException(record.exc_info)),
+            )
+        plain = [value if isinstance(value, bool | int | float) else str(value) for value in values]
+        self.tell(b"log", msgspec.msgpack.encode((record.name, record.levelno, template, plain)))
+
+
+def _serve(path: str, wire: Connection) -> None:
+    """Answer the parent's calls until it closes the wire."""
+    to_parent = _Wire(wire)
+    logging.basicConfig(handlers=[to_parent])
+    logging.getLogger("fedge").setLevel(logging.INFO)
+    try:
+        function = load_object(path)
+        *kinds, _ = get_type_hints(function).values()
+        to_parent.tell(b"loaded", b"")
+        while True:
+            given = msgspec.msgpack.decode(wire.recv_bytes(), type=list[msgspec.Raw])
+            arguments = [
+                msgspec.msgpack.decode(g, type=kind, dec_hook=_rich) for g, kind in zip(given, kinds, strict=True)
+            ]
+            to_parent.tell(b"done", msgspec.msgpack.encode(function(*arguments), enc_hook=_plain))
+    except EOFError:
+        return
+    except Exception as error:  # noqa: BLE001 - the parent decides
+        named = isinstance(error, FedgeError | ValueError)
+        reason = str(error) if named else f"{type(error).__name__}: {error}"
+        kind = next((kind for kind, raised in FAILURES.items() if isinstance(error, raised)), b"failed")
+        to_parent.tell(kind, (reason.splitlines() or [""])[-1].encode())
+
+
+def _plain(value: object) -> object:
+    """An array or a path as MessagePack can hold it."""
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.shape, value.tobytes()
+    if isinstance(value, Path):
+        return str(value)
+    raise NotImplementedError(type(value).__name__)
+
+
+def _rich(kind: Any, value: Any) -> Any:
+    """The reverse of `_plain`."""
+    if issubclass(getattr(kind, "__origin__", kind), np.ndarray):
+        dtype, shape, data = value
+        return np.frombuffer(bytearray(data), dtype).reshape(shape)
+    return Path(value)
+
+
+if __name__ == "__main__":
+    function, descriptor, parent = sys.argv[1:]
+    tether.die_with_parent(int(parent))
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to a whole group: the parent decides when the child ends
+        signal.signal(number, signal.SIG_IGN)
+    _serve(function, Connection(int(descriptor)))

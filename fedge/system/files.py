@@ -1,0 +1,462 @@
+"""Files that survive a power cut, and the content-addressed folder of tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import BinaryIO, Final, TypeVar
+
+import msgspec
+
+from fedge.errors import MALFORMED, ConfigError, DamagedError, ProtocolError, StoreError, failing_as
+from fedge.system.text import nearest
+
+log = logging.getLogger("fedge")
+
+COPY_BYTES: Final = 1 << 20
+"""Read and written at a time."""
+LEFT_S: Final = 24 * 3600.0
+"""Age at which an unfinished folder counts as abandoned."""
+
+DAMAGED: Final = (IsADirectoryError, NotADirectoryError, ValueError, *MALFORMED)
+"""What reading a damaged file raises, `errno.EIO` aside: something else lies there, or its bytes are wrong."""
+
+T = TypeVar("T")
+_durable = ContextVar("durable", default=True)
+
+
+def give_to_owner(made: int | Path, folder: Path) -> None:
+    """Where we are root, let what was made, an open file or a path, belong to the folder's owner, such as a service."""
+    if os.geteuid() == 0:
+        owner = folder.stat()
+        os.chown(made, owner.st_uid, owner.st_gid)
+
+
+@contextmanager
+def volatile() -> Iterator[None]:
+    """Context without fsync: for simulations, which start again after a power cut."""
+    before = _durable.set(False)
+    try:
+        yield
+    finally:
+        _durable.reset(before)
+
+
+def write_atomically(path: Path, *data: bytes | memoryview, public: bool = False) -> None:
+    """Replace `path` by the pieces in `data`: after a crash it holds either the old or the new bytes, never a mixture.
+
+    The file belongs to us or, if we are root, to the folder's owner, such as a service. A symbolic link at `path` is
+    replaced, not followed.
+
+    `public`: readable by everybody, not only by its owner.
+
+    Raises:
+        StoreError: the disk is full or the folder cannot be written.
+    """
+    with _replacing(path, public=public) as file:
+        file.writelines(data)
+
+
+@contextmanager
+def _replacing(path: Path, *, public: bool = False) -> Iterator[BinaryIO]:
+    """A file that takes the place of `path` when the block ends well, as of `write_atomically`."""
+    with failing_as(StoreError, f"cannot write {path}"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".tmp-{path.name}-")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                give_to_owner(handle, path.parent)
+                if public:
+                    os.fchmod(handle, 0o644)
+                yield file
+                file.flush()
+                if _durable.get():
+                    os.fsync(file.fileno())
+            Path(temporary).replace(path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+        sync(path.parent)
+
+
+def copy_durably(source: Path, target: Path) -> str:
+    """Copy a plain file durably; returns the SHA-256 of the bytes written.
+
+    Raises:
+        OSError: the file cannot be read, or the copy cannot be written.
+    """
+    import hashlib
+
+    if not stat.S_ISREG(source.lstat().st_mode):
+        raise OSError(errno.EINVAL, "no plain file", str(source))
+    hasher = hashlib.sha256()
+    with source.open("rb") as old, target.open("wb") as new:
+        while data := old.read(COPY_BYTES):
+            hasher.update(data)
+            new.write(data)
+        new.flush()
+        if _durable.get():
+            os.fsync(new.fileno())
+    return hasher.hexdigest()
+
+
+def read_kept(path: Path, decode: Callable[[bytes], T]) -> T | None:
+    """The content of a file that can be made anew; None: there is none, or it was damaged and is now put aside.
+
+    Raises:
+        StoreError: it cannot be read, or a damaged one not be moved.
+    """
+    try:
+        return decode(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, *DAMAGED) as error:
+        if not isinstance(error, DAMAGED) and error.errno != errno.EIO:
+            raise StoreError(f"cannot read {path}: {error}") from error
+        put_aside(path, error)
+        return None
+
+
+def read_lasting(path: Path, decode: Callable[[bytes], T]) -> T | None:
+    """The content of a file that cannot be made anew; None: there is none.
+
+    Raises:
+        DamagedError: it cannot be read.
+    """
+    try:
+        return decode(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, *MALFORMED) as error:
+        raise DamagedError(f"{path} cannot be read: {error}") from error
+
+
+def cache_folder(name: str) -> Path:
+    """The user's folder for what can be made anew: $XDG_CACHE_HOME/fedge/NAME, or the same below ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fedge" / name
+
+
+def put_aside(path: Path, error: Exception) -> None:
+    """Rename a damaged file or folder to NAME.damaged, in place of an earlier one.
+
+    Raises:
+        StoreError: it cannot be moved.
+    """
+    aside = path.with_name(f"{path.name}.damaged")
+    log.error("event=damaged file=%s kept=%s reason=%r", path, aside.name, str(error))
+    try:
+        if aside.is_dir():
+            shutil.rmtree(aside)
+        elif path.is_dir():
+            aside.unlink(missing_ok=True)
+        path.replace(aside)
+    except OSError as failure:
+        raise StoreError(f"{path} is damaged and cannot be moved: {failure}") from error
+
+
+def version_of(path: Path) -> tuple[int, int, int] | None:
+    """A value that changes with each replacement of a file; None: no such file."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_ino, found.st_size
+
+
+def versions_in(source: Path) -> frozenset[tuple[Path, tuple[int, int, int] | None]]:
+    """`version_of` a file, or of each file below a folder."""
+    files = source.rglob("*") if source.is_dir() else [source]
+    return frozenset((file, version_of(file)) for file in files)
+
+
+def require_writable(path: Path) -> None:
+    """Check that a result file can be written before the work begins.
+
+    Raises:
+        StoreError: its folder cannot be made or written, or it is a folder itself.
+    """
+    make_folder(path.parent)
+    with failing_as(StoreError, f"cannot write {path}"):
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        tempfile.TemporaryFile(dir=path.parent).close()
+
+
+def require_there(path: Path, what: str) -> None:
+    """Refuse a path at which nothing lies; `what` was looked for there.
+
+    Raises:
+        ConfigError: names the absolute path, and the most similar name beside it.
+    """
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        at = path.absolute()
+        if not at.parent.is_dir():
+            raise ConfigError(f"there is no {what} at {at}: not even the folder {at.parent} exists") from error
+        hint = nearest(at.name, [each.name for each in at.parent.iterdir()])
+        raise ConfigError(f"there is no {what} at {at}{hint}") from error
+    except OSError:
+        return  # reading it will say more
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it, or see that it is there. Owners of new ones are as of `write_atomically`.
+
+    Raises:
+        StoreError: it cannot be made, or is a file.
+    """
+    with failing_as(StoreError, f"cannot make folder {folder}"):
+        missing = [each for each in (folder, *folder.parents) if not each.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+        for made in reversed(missing):
+            give_to_owner(made, made.parent)
+
+
+class InUseError(ConfigError):
+    """Another process uses the folder."""
+
+
+@contextmanager
+def locked(folder: Path, taken: str | None) -> Iterator[None]:
+    """Lock FOLDER/lock for this process; the kernel releases it however the process ends.
+
+    The file's owner is as of `write_atomically`.
+
+    `folder`: created if missing. `taken`: the error text if another process holds it; None: wait.
+
+    Raises:
+        InUseError: another process holds it.
+        StoreError: the folder cannot be made or written.
+    """
+    make_folder(folder)
+    with failing_as(StoreError, f"cannot open {folder}"):
+        # no other user may open it, since even a read-only handle can hold a lock
+        file = os.fdopen(os.open(folder / "lock", os.O_WRONLY | os.O_CREAT, 0o600), "w")
+        give_to_owner(file.fileno(), folder)
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX if taken is None else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InUseError(taken) from None
+        yield
+
+
+def require_utf8(folder: Path) -> None:
+    """Check that ONNX Runtime can read files in a folder.
+
+    Raises:
+        ConfigError: its name is not UTF-8.
+    """
+    try:
+        str(folder).encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{str(folder)!r} is not UTF-8, and ONNX Runtime reads nothing there: rename it") from error
+
+
+def sync(path: Path) -> None:
+    """Make a file's content durable, or the renames and new files in a folder."""
+    if not _durable.get():
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def whole_folder(folder: Path, *, replace: bool = True) -> Iterator[Path]:
+    """A folder to fill, which lies beside `folder` and takes its place durably when the block ends well.
+
+    It is locked for `reading` until then, so that nobody takes it for a leftover (`remove_unfinished`). Leftovers of
+    killed processes are removed after a day.
+
+    `replace`: what is there by then; otherwise only an empty folder gives way.
+
+    Raises:
+        FileExistsError: something is there that is not to be replaced.
+        OSError: the disk is full or broken.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    for left in (*folder.parent.glob(".unfinished-*"), *folder.parent.glob(".replaced-*")):
+        with contextlib.suppress(FileNotFoundError):  # another process is finishing it
+            if time.time() - left.stat().st_mtime > LEFT_S:
+                shutil.rmtree(left, ignore_errors=True)
+    unfinished = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".unfinished-"))
+    try:
+        with reading(unfinished):
+            yield unfinished
+            sync(unfinished)
+            old = _moved_aside(folder) if replace and folder.exists() else None
+            try:
+                unfinished.rename(folder)
+            except OSError as error:
+                if error.errno in {errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR}:
+                    raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(folder)) from error
+                raise
+            sync(folder.parent)
+            if old is not None:
+                shutil.rmtree(old, ignore_errors=True)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove at once what killed processes have left of `whole_folder` in a folder, not what another one is filling."""
+    for left in (*folder.glob(".unfinished-*"), *folder.glob(".replaced-*")):
+        with contextlib.suppress(BlockingIOError, FileNotFoundError), exclusive(left):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _moved_aside(folder: Path) -> Path:
+    """The new place of a folder that is to be removed."""
+    old = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".replaced-"))
+    with reading(old):
+        folder.rename(old / "bundle")
+    return old
+
+
+@contextmanager
+def _flocked(folder: Path, how: int) -> Iterator[None]:
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(handle, how)
+        yield
+    finally:
+        os.close(handle)
+
+
+def reading(folder: Path) -> AbstractContextManager[None]:
+    """Context that protects the folder from `remove_unread`; entering raises OSError if it does not exist."""
+    return _flocked(folder, fcntl.LOCK_SH)
+
+
+def exclusive(folder: Path) -> AbstractContextManager[None]:
+    """Context in which nobody else uses a folder; entering raises BlockingIOError if somebody does, or is `reading` it.
+
+    Nothing is written for that, and the kernel ends it however the process ends.
+    """
+    return _flocked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def remove_unread(folder: Path) -> None:
+    """Remove a folder; it vanishes at once for readers, even if we are killed meanwhile.
+
+    Raises:
+        OSError: somebody is `reading` it (BlockingIOError), or the disk is broken.
+    """
+    with exclusive(folder):
+        old = _moved_aside(folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+class _Slots(msgspec.Struct, frozen=True):
+    """The part of slots.json that is read here."""
+
+    highest_release: int = 0
+
+
+def highest_release(home: Path) -> int:
+    """The highest release of a bundle that a device has had, from any source; 0: none.
+
+    HOME/bundles/N are its agent's; HOME/slots.json has the highest release ever in service (`deploy.updates.slots`).
+    """
+    numbers = [int(path.name) for path in (home / "bundles").glob("[0-9]*") if path.name.isdecimal()]
+    with contextlib.suppress(OSError, *MALFORMED):  # its own reader reports what is wrong
+        numbers.append(msgspec.json.decode((home / "slots.json").read_bytes(), type=_Slots).highest_release)
+    return max(numbers, default=0)
+
+
+class BlobFolder:
+    """Blobs on disk, each named by its SHA-256. Safe to share between processes."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except FileExistsError as error:
+            if folder.is_symlink():  # whose disk may be mounted later
+                raise StoreError(f"{folder} points to {folder.readlink()}, and no folder is there") from error
+            put_aside(folder, error)
+            folder.mkdir()
+
+    def path(self, digest: str) -> Path:
+        """The blob's path, existing or not."""
+        return self._folder / digest
+
+    def __contains__(self, digest: str) -> bool:
+        return self.path(digest).exists()
+
+    def __iter__(self) -> Iterator[str]:
+        return (p.name for p in self._folder.iterdir() if len(p.name) == 64)
+
+    def put(self, *data: bytes | memoryview) -> str:
+        """Store the pieces of a blob durably and return their digest; storing it again has no effect.
+
+        Raises:
+            StoreError: the disk is full or the folder cannot be written.
+        """
+        digest = digest_of(*data)
+        self.put_as(digest, *data)
+        return digest
+
+    def put_as(self, digest: str, *data: bytes | memoryview) -> None:
+        """Store bytes whose digest the caller has just computed.
+
+        Raises:
+            StoreError: the disk is full or the folder cannot be written.
+        """
+        if digest not in self:
+            write_atomically(self.path(digest), *data)
+
+    def put_as_made(self, digest: str, pieces: Iterable[bytes | memoryview]) -> None:
+        """Store a blob whose pieces are made one after the other; each is used before the next is asked for.
+
+        Raises:
+            ProtocolError: `digest`: they are another blob; or what making them raises.
+            StoreError: the disk is full or the folder cannot be written.
+        """
+        import hashlib
+
+        hasher = hashlib.sha256()
+        with _replacing(self.path(digest)) as file:
+            for piece in pieces:
+                hasher.update(piece)
+                file.write(piece)
+            if hasher.hexdigest() != digest:
+                raise ProtocolError("digest", f"it is {hasher.hexdigest()}, not {digest}")
+
+    def get(self, digest: str) -> bytes:
+        """Read a blob.
+
+        Raises:
+            StoreError: there is no such blob.
+        """
+        with failing_as(StoreError, f"blob {digest} cannot be read"):
+            return self.path(digest).read_bytes()
+
+    def remove(self, digest: str) -> None:
+        """Delete a blob if it exists."""
+        self.path(digest).unlink(missing_ok=True)
+
+
+def digest_of(*data: bytes | bytearray | memoryview) -> str:
+    """SHA-256 of these pieces of bytes in hex, which is their name."""
+    import hashlib  # 3.5 MB of OpenSSL: import only when hashing
+
+    hasher = hashlib.sha256()
+    for piece in data:
+        hasher.update(piece)
+    return hasher.hexdigest()

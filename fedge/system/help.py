@@ -1,0 +1,113 @@
+"""The help of a command: its options under headings, each described by sentences.
+
+A setting names its heading where it is defined (`fedge.settings`), so it stands under the same one in all commands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from typing import Any, Final, TypeVar
+
+import click
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Heading(Enum):
+    """Headings of options, in the order of the help."""
+
+    BROKER = "Broker"
+    IDENTITY = "Identity"
+    MEMBERS = "Members"
+    FOLDERS = "Folders"
+    TASK = "Task and data"
+    PARTITION = "Partition"
+    DEVICES = "Devices"
+    METHOD = "Method"
+    TRAINING = "Training"
+    UPDATES = "Updates"
+    PRIVACY = "Privacy"
+    EGRESS = "Egress"
+    LOAD = "Load"
+    CODE = "Code"
+    EVALUATION = "Evaluation"
+    RUNS = "Runs"
+    BUNDLES = "Bundles"
+    ROLLOUT = "Rollout"
+    PREDICTION = "Prediction"
+    SERVER = "Web server"
+    SELECTION = "Selection"
+    TRACKING = "Tracking"
+    OUTPUT = "Output"
+    GENERAL = "General"
+
+
+class Option(click.Option):
+    """An option under a heading. `setting`: whether a file and the environment can give it, too."""
+
+    def __init__(self, *args: Any, heading: Heading = Heading.GENERAL, setting: bool = False, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.heading = heading
+        self.setting = setting
+
+
+class Command(click.Command):
+    """A command whose help lists its options under their headings."""
+
+    def get_help_option(self, ctx: click.Context) -> click.Option | None:
+        """The option --help, described by a sentence."""
+        found = super().get_help_option(ctx)
+        if found is not None:
+            found.help = "The command shows this text and ends."
+        return found
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the options by heading, all texts in one column."""
+        rows: dict[Heading, list[tuple[str, str]]] = {heading: [] for heading in Heading}
+        for parameter in self.get_params(ctx):
+            if (record := parameter.get_help_record(ctx)) is not None:
+                rows[heading_of(parameter)].append(record)
+        widest = max(len(flag) for found in rows.values() for flag, _ in found)
+        for heading, found in rows.items():
+            if found:
+                with formatter.section(heading.value):
+                    formatter.write_dl([(flag.ljust(min(widest, WIDEST)), text) for flag, text in found], WIDEST)
+
+
+class CommandGroup(click.Group, Command):
+    """A command with sub-commands."""
+
+    command_class = Command
+
+
+WIDEST: Final = 28
+"""Flags that take more characters have a line of their own."""
+JSON_HELP: Final = "The command prints its result as JSON."
+
+
+def heading_of(parameter: click.Parameter) -> Heading:
+    """Where a parameter stands; those of click itself, such as --help, are general."""
+    return parameter.heading if isinstance(parameter, Option) else Heading.GENERAL
+
+
+def option(*names: str, heading: Heading, **attributes: Any) -> Callable[[F], F]:
+    """Decorator of a command: an option that only the command line can give."""
+    return click.option(*names, cls=Option, heading=heading, **attributes)
+
+
+def json_option(text: str = JSON_HELP) -> Callable[[F], F]:
+    """Decorator of a command: --json, which it gets as `as_json`."""
+    return option("--json", "as_json", is_flag=True, heading=Heading.OUTPUT, help=text)
+
+
+def last_option(default: int) -> Callable[[F], F]:
+    """Decorator of a command: --last, for a list that grows."""
+    text = "The command shows this many entries, the newest."
+    kind = click.IntRange(min=1)
+    return option("--last", heading=Heading.SELECTION, type=kind, default=default, show_default=True, help=text)
+
+
+def json_lines(each: str) -> Callable[[F], F]:
+    """Decorator of a command: --json for many results, such as one for each "event"."""
+    return json_option(f"The command prints a line of JSON per {each}.")

@@ -1,0 +1,207 @@
+"""Systemd services: processes under their own user, who may read little and write only its own folders."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+from fedge.errors import ConfigError, StoreError, failing_as
+from fedge.system.files import write_atomically
+
+USER: Final = "fedge"
+UNITS: Final = Path("/etc/systemd/system")
+RUNNING: Final = Path("/run/systemd/system")
+"""Exists if systemd runs this machine."""
+
+_COMMON: Final = """\
+User={user}
+# Ready means that it serves, or that the broker has let it in, which may take long. A stuck loop is restarted.
+Type=notify
+TimeoutStartSec=infinity
+WatchdogSec=120
+# SIGTERM ends it within 5 s; unfinished work is repeated.
+TimeoutStopSec=10
+StateDirectoryMode=0700
+ProtectSystem=strict
+ProtectHome=read-only
+PrivateTmp=yes
+PrivateDevices=yes
+NoNewPrivileges=yes
+CapabilityBoundingSet=
+AmbientCapabilities=
+RestrictAddressFamilies=AF_INET AF_INET6 AF_UNIX
+RestrictNamespaces=yes
+RestrictRealtime=yes
+RestrictSUIDSGID=yes
+LockPersonality=yes
+ProtectClock=yes
+ProtectControlGroups=yes
+ProtectHostname=yes
+ProtectKernelLogs=yes
+ProtectKernelModules=yes
+ProtectKernelTunables=yes
+RemoveIPC=yes
+SystemCallArchitectures=native
+SystemCallFilter=@system-service
+SystemCallErrorNumber=EPERM
+UMask=0077
+"""
+
+AGENT: Final = """\
+# A stop on request is a success; a restart does not cure a wrong configuration (2).
+SuccessExitStatus=130
+Restart=always
+RestartSec=10
+RestartPreventExitStatus=2
+# Last to get the processor and first to go when memory is short: it continues after a restart, and nothing is lost.
+Nice=10
+CPUSchedulingPolicy=batch
+IOSchedulingClass=idle
+OOMScoreAdjust=500
+# Training runs in a separate process: if the kernel kills that one, the agent goes on and reports it.
+OOMPolicy=continue
+MemoryMax=75%
+StateDirectory=fedge
+"""
+
+RUNTIME: Final = """\
+# It answers requests, so it gets the processor before the agent. Without a bundle it ends, and looks again later.
+SuccessExitStatus=130
+Restart=always
+RestartSec=30
+MemoryMax=50%
+StateDirectory=fedge
+"""
+
+COORDINATOR: Final = """\
+# Exit codes 0 (all rounds are done) and 130 (stopped) are final. Killed or failed, it continues from its last durable
+# step. A wrong configuration (2) or a broken disk (4) needs a person.
+SuccessExitStatus=130
+Restart=on-failure
+RestartSec=5
+RestartPreventExitStatus=2 4
+MemoryMax=50%
+StateDirectory=fedge-coordinator
+"""
+
+
+def unit(what: str, role: str, arguments: str, name: str, writes: Path | None = None) -> str:
+    """A systemd unit that runs `fedge ARGUMENTS` as the user fedge.
+
+    Args:
+        what: description.
+        role: `AGENT`, `RUNTIME` or `COORDINATOR`.
+        arguments: of the command.
+        name: of the service; FEDGE_... settings may be in /etc/fedge/NAME.env, which only root need be able to read.
+        writes: a writable folder beside its state: an agent's identity, which it renews.
+    """
+    writable = "" if writes is None else f"ReadWritePaths={writes}\n"
+    return f"""\
+[Unit]
+Description=fedge {what}
+# Certificates have dates: a Pi without a clock chip must have asked the network first.
+Wants=network-online.target time-sync.target
+After=network-online.target time-sync.target mosquitto.service
+
+[Service]
+ExecStart={command(arguments)}
+EnvironmentFile=-/etc/fedge/{name}.env
+{writable}{role}{_COMMON.format(user=USER)}
+[Install]
+WantedBy=multi-user.target
+"""
+
+
+def daily(what: str, arguments: str) -> tuple[str, str]:
+    """Unit and timer that run `fedge ARGUMENTS` as root once a day."""
+    service = f"[Unit]\nDescription=fedge {what}\n\n[Service]\nType=oneshot\nExecStart={command(arguments)}\n"
+    timer = f"[Unit]\nDescription=fedge {what}\n\n[Timer]\nOnCalendar=daily\nRandomizedDelaySec=1h\nPersistent=true\n"
+    return service, f"{timer}\n[Install]\nWantedBy=timers.target\n"
+
+
+def command(arguments: str) -> str:
+    """The command line of a service, in this process's environment."""
+    return f"{sys.executable} -m fedge {arguments}"
+
+
+def make_user() -> pwd.struct_passwd:
+    """Create the service user, who can do nothing else.
+
+    Raises:
+        ConfigError: it cannot be created, or could not run this installation of fedge.
+    """
+    closed = [folder for folder in Path(sys.executable).parents if not folder.stat().st_mode & 0o001]
+    if closed:
+        raise ConfigError(
+            f"a service cannot run {sys.executable}, for {closed[0]} is closed to others: install fedge below /opt"
+        )
+    try:
+        return pwd.getpwnam(USER)
+    except KeyError:
+        run("useradd", "--system", "--user-group", "--no-create-home", "--shell", "/usr/sbin/nologin", USER)
+        return pwd.getpwnam(USER)
+
+
+def give(folder: Path, owner: pwd.struct_passwd) -> None:
+    """Give a folder of ours and its plain files to another owner, readable by that owner alone.
+
+    A folder that is already theirs is left alone: they could have put links to others' files into it, and what root
+    writes there belongs to them (`fedge.system.files.write_atomically`). The folder itself goes last for the same
+    reason.
+
+    Raises:
+        StoreError: it is neither ours nor theirs, or cannot be given away.
+    """
+    with failing_as(StoreError, f"cannot give {folder} to {owner.pw_name}"):
+        holder = folder.stat().st_uid
+        if holder == owner.pw_uid:
+            return
+        if holder != os.geteuid():
+            raise StoreError(
+                f"{folder} belongs to user {holder}, and is for {owner.pw_name}: see what is in it, then "
+                f"`chown -R --no-dereference {owner.pw_name} {folder}`"
+            )
+        folder.chmod(0o700)
+        for path in folder.iterdir():
+            if stat.S_ISREG(path.lstat().st_mode):
+                os.chown(path, owner.pw_uid, owner.pw_gid, follow_symlinks=False)
+        os.chown(folder, owner.pw_uid, owner.pw_gid)
+
+
+def write_public(path: Path, text: str) -> None:
+    """Write a world-readable file.
+
+    Raises:
+        StoreError: it cannot be written.
+    """
+    write_atomically(path, text.encode(), public=True)
+
+
+def run(*words: str) -> None:
+    """Run a system program.
+
+    Raises:
+        ConfigError: it failed.
+    """
+    try:
+        subprocess.run(words, check=True, capture_output=True, text=True)
+    except OSError as error:
+        raise ConfigError(f"`{' '.join(words)}` cannot be run: {error}") from error
+    except subprocess.CalledProcessError as error:
+        raise ConfigError(f"`{' '.join(words)}` failed: {error.stderr.strip()}") from error
+
+
+def restart(name: str) -> bool:
+    """Start or restart a service; False: no systemd here, so somebody must do it by hand.
+
+    Raises:
+        ConfigError: it does not start.
+    """
+    if there := RUNNING.exists():
+        run("systemctl", "restart", name)
+    return there

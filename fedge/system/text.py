@@ -1,0 +1,51 @@
+"""Text for people: made safe for a terminal, suggestions for mistyped words, phrases for codes."""
+
+from __future__ import annotations
+
+import difflib
+import time
+from collections.abc import Iterable
+from enum import StrEnum
+from typing import Self
+
+
+class Worded(StrEnum):
+    """Codes, each with a phrase for people: `CODE = "code", "phrase"`."""
+
+    words: str
+
+    def __new__(cls, value: str, words: str = "") -> Self:
+        """The member of this value."""
+        member = str.__new__(cls, value)
+        member._value_, member.words = value, words
+        return member
+
+
+def printable(line: str) -> str:
+    """One line with control characters escaped: it can neither control a terminal nor forge a second line."""
+    return line if line.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
+
+
+def is_text(name: str) -> bool:
+    """Whether a file's name is UTF-8; JSON can hold no other."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def in_words(at: float) -> str:
+    """A time, seconds since the epoch: 2026-11-27 08:30:00 UTC."""
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(at))
+
+
+def nearest(word: str, right: Iterable[str]) -> str:
+    """A hint at the most similar word in `right`: " (did you mean X?)", or ""."""
+    close = difflib.get_close_matches(word, list(right), n=1, cutoff=0.6)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def host_and_port(host: str, port: int) -> str:
+    """As in a URL."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

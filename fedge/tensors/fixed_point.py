@@ -1,0 +1,149 @@
+"""Model changes as integers of a ring: sums are exact, and a mask that is uniform in the ring hides them.
+
+A device of weight n sends a number v as round(n * v * 2^s) modulo 2^b. The scale 2^s is the largest power of two, at
+least 1, with
+
+    cohort * (heaviest * limit + 1/2) * 2^s < 2^(b-1),      |v| <= limit,  n <= heaviest
+
+No sum of the cohort can then overflow, as rounding adds at most 1/2 to a number. Both sides use this formula as it is,
+though one bit more would at times fit: it needs nothing but the size of the cohort and its largest weight. Values above
+the limit are clipped. Rounding moves the weighted mean of a number by at most cohort / 2 units of 2^-s / (sum of n).
+
+    ring      numbers                                limit
+    2^32      the change of parameters               8
+    2^64      those of buffers and counters          2^20
+    2^64      n itself, unscaled
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedge.errors import ProtocolError
+from fedge.tensors.layout import Layout, Model
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """The integers modulo 2^bits for numbers of at most `limit`."""
+
+    bits: int
+    limit: float
+
+    def fraction_bits(self, cohort: int, heaviest: int) -> int:
+        """The exponent s of the scale; negative if no scale fits."""
+        return math.floor(math.log2((2 ** (self.bits - 1) - 1) / (cohort * (heaviest * self.limit + 0.5))))
+
+
+PARAMS: Final = Ring(32, 8.0)
+OTHERS: Final = Ring(64, 2.0**20)
+
+
+@dataclass(frozen=True, slots=True)
+class Summand:
+    """A device's contribution, a mask, or a sum of both: params (d,) uint32; others (b + c + 1,) uint64, n last."""
+
+    params: NDArray[np.uint32]
+    others: NDArray[np.uint64]
+
+    def add(self, other: Summand) -> None:
+        """Add another one, modulo the rings, in place."""
+        np.add(self.params, other.params, out=self.params)
+        np.add(self.others, other.others, out=self.others)
+
+    def subtract(self, other: Summand) -> None:
+        """Subtract another one, in place."""
+        np.subtract(self.params, other.params, out=self.params)
+        np.subtract(self.others, other.others, out=self.others)
+
+    def to_bytes(self) -> bytes:
+        """Little-endian, concatenated: 4 d + 8 (b + c + 1) bytes."""
+        return self.params.astype("<u4").tobytes() + self.others.astype("<u8").tobytes()
+
+
+def sizes(layout: Layout) -> tuple[int, int]:
+    """The number of elements of such a summand in each ring."""
+    return layout.n_params, sum(t.size for t in layout.tensors if t.kind != "param") + 1
+
+
+def n_bytes(layout: Layout) -> int:
+    """The size of a summand in bytes."""
+    params, others = sizes(layout)
+    return 4 * params + 8 * others
+
+
+def from_bytes(data: bytes | bytearray, layout: Layout) -> Summand:
+    """Parse `Summand.to_bytes`; uniformly random bytes give a uniform summand.
+
+    Raises:
+        ProtocolError: `malformed`, wrong length.
+    """
+    if len(data) != n_bytes(layout):
+        raise ProtocolError("malformed", f"{len(data)} bytes of a masked update, {n_bytes(layout)} are needed")
+    params, others = sizes(layout)
+    return Summand(
+        np.frombuffer(data, "<u4", params).astype(np.uint32, copy=False),
+        np.frombuffer(data, "<u8", others, 4 * params).astype(np.uint64, copy=False),
+    )
+
+
+def zero(layout: Layout) -> Summand:
+    """The empty sum."""
+    params, others = sizes(layout)
+    return Summand(np.zeros(params, np.uint32), np.zeros(others, np.uint64))
+
+
+def heaviest_of(cohort: int) -> int:
+    """The largest weight for which a cohort of this size still has whole units of n * v."""
+    return int(((2 ** (PARAMS.bits - 1) - 1) / cohort - 0.5) / PARAMS.limit)
+
+
+def summand(change: Model, weight: int, cohort: int, heaviest: int) -> Summand:
+    """A device's contribution for its model change (including changes of buffers and counters).
+
+    Raises:
+        ValueError: its weight is above `heaviest`, or 0, or the scale would be below 1.
+    """
+    if not 0 < weight <= heaviest:
+        raise ValueError(f"a weight of {weight}, {heaviest} at most")
+    others = np.concatenate([change.buffers.astype(np.float64), change.counters.astype(np.float64)])
+    return Summand(
+        _units(change.params, PARAMS, weight, cohort, heaviest).astype(np.uint32),
+        np.append(_units(others, OTHERS, weight, cohort, heaviest), weight).astype(np.uint64),
+    )
+
+
+def mean_change(total: Summand, layout: Layout, cohort: int, heaviest: int) -> Model:
+    """The weighted mean of the changes in an unmasked sum. Counters are rounded.
+
+    Raises:
+        ValueError: the weights sum to a value impossible for the cohort.
+    """
+    weights = int(total.others[-1])
+    if not 0 < weights <= cohort * heaviest:
+        raise ValueError(f"weights that sum to {weights}, {cohort} devices have at most {cohort * heaviest}")
+    n_buffers = sum(t.size for t in layout.of_kind("buffer"))
+    params = total.params.view(np.int32) / (weights * 2.0 ** _bits(PARAMS, cohort, heaviest))
+    others = total.others[:-1].view(np.int64) / (weights * 2.0 ** _bits(OTHERS, cohort, heaviest))
+    return Model(
+        params.astype(np.float32),
+        others[:n_buffers].astype(np.float32),
+        np.rint(others[n_buffers:]).astype(np.int64),
+    )
+
+
+def _units(values: NDArray[Any], ring: Ring, weight: int, cohort: int, heaviest: int) -> NDArray[np.int64]:
+    clipped = np.clip(values.astype(np.float64), -ring.limit, ring.limit)
+    return np.rint(clipped * (weight * 2.0 ** _bits(ring, cohort, heaviest))).astype(np.int64)
+
+
+def _bits(ring: Ring, cohort: int, heaviest: int) -> int:
+    bits = ring.fraction_bits(cohort, heaviest)
+    if bits < 0:
+        raise ValueError(f"weights up to {heaviest} of {cohort} devices do not fit into 2^{ring.bits}")
+    return bits

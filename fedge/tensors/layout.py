@@ -1,0 +1,331 @@
+"""Models as flat vectors, tensors as safetensors.
+
+On the wire a model is a safetensors file of named tensors; in the maths it is two flat float32 vectors, `params`
+(trainable; updates and clusters use these) and `buffers` (running statistics), plus integer buffers. A `Layout` maps
+one to the other. Bytes from outside only ever become arrays of known shape.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Annotated, Any, BinaryIO, Final, NamedTuple, TypeVar
+
+import msgspec
+import numpy as np
+from msgspec import Meta, Struct
+from numpy.typing import NDArray
+
+from fedge.errors import ConfigError, ProtocolError
+
+N = TypeVar("N", bound=np.generic)
+
+_TYPES: Final = {
+    np.dtype(np.bool_): "BOOL",
+    np.dtype(np.uint8): "U8",
+    np.dtype(np.int8): "I8",
+    np.dtype(np.int16): "I16",
+    np.dtype(np.uint16): "U16",
+    np.dtype(np.float16): "F16",
+    np.dtype(np.int32): "I32",
+    np.dtype(np.uint32): "U32",
+    np.dtype(np.float32): "F32",
+    np.dtype(np.float64): "F64",
+    np.dtype(np.int64): "I64",
+    np.dtype(np.uint64): "U64",
+}
+"""numpy's types and their names in safetensors, in the order of the format, which puts the last ones first."""
+
+_METADATA: Final = "__metadata__"
+"""A key of the header that is not a tensor."""
+MAX_HEADER_BYTES: Final = 1 << 24
+
+Floats = NDArray[np.float32]
+Tensors = dict[str, NDArray[np.generic]]
+
+
+Selector = Annotated[tuple[Annotated[str, Meta(min_length=1, max_length=200)], ...], Meta(max_length=64)]
+"""Some tensors of a network, by kind of layer or by name, such as ("norm",) or ("features.*", "!features.0.*").
+
+A kind means all tensors of such layers: weights, running statistics and counters. "head" is the last linear layer;
+"norm" are BatchNorm, InstanceNorm, LayerNorm and GroupNorm; "conv" and "linear" are torch's layers of these kinds.
+Other layers go by the names of their tensors. A pattern that begins with "!" leaves tensors out; with such patterns
+alone, all others are meant. (): none."""
+HEAD: Final[Selector] = ("head",)
+BASE: Final[Selector] = ("!head",)
+
+
+class TensorInfo(Struct, frozen=True, kw_only=True):
+    """One tensor of a model. kind: "param" (float32, trainable), "buffer" (float32), "counter" (int64).
+
+    layer: its layer's kind, as in `Selector`; "" for all others.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    kind: str = "param"
+    layer: str = ""
+
+    @property
+    def size(self) -> int:
+        """Number of elements, 1 for a scalar."""
+        return math.prod(self.shape)
+
+    def matches(self, pattern: str) -> bool:
+        """Whether a pattern without "!" matches this tensor."""
+        return pattern == self.layer or fnmatchcase(self.name, pattern)
+
+
+class Layout(Struct, frozen=True, kw_only=True):
+    """Names, shapes and order of all tensors of a model; equal on all machines of a federation.
+
+    The head (`fedge.models.network.head_name`), if any, comes last among the parameters: weight (C, D), bias (C).
+    """
+
+    tensors: Annotated[tuple[TensorInfo, ...], Meta(min_length=1)]
+
+    def of_kind(self, kind: str) -> tuple[TensorInfo, ...]:
+        """The tensors of one kind, in order."""
+        return tuple(t for t in self.tensors if t.kind == kind)
+
+    def select(self, selector: Selector) -> Layout:
+        """The tensors that a selector matches, in order; at least one.
+
+        Raises:
+            ConfigError: a pattern matches nothing in this network.
+        """
+        if isinstance(selector, str):
+            raise ConfigError(f"a selector is a tuple: write ({selector!r},)")
+        for pattern in {p.removeprefix("!") for p in selector}:
+            if not any(t.matches(pattern) for t in self.tensors):
+                raise ConfigError(_missing(pattern))
+        chosen = _chosen(self.tensors, selector)
+        if not chosen:
+            raise ConfigError(f"{','.join(selector)} selects no tensor of the network")
+        return Layout(tensors=chosen)
+
+    def without(self, selector: Selector) -> Layout:
+        """All other tensors, in order; at least one.
+
+        Raises:
+            ConfigError: a pattern matches nothing in this network, or the selector matches everything.
+        """
+        if not selector:
+            return self
+        chosen = self.select(selector).tensors
+        others = tuple(t for t in self.tensors if t not in chosen)
+        if not others:
+            raise ConfigError(f"{','.join(selector)} selects all tensors of the network: none is left to share")
+        return Layout(tensors=others)
+
+    @property
+    def n_params(self) -> int:
+        """d, the number of trainable parameters."""
+        return sum(t.size for t in self.of_kind("param"))
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model as vectors: params (d,) float32, buffers (b,) float32, counters (c,) int64, in the layout's order."""
+
+    params: Floats
+    buffers: Floats
+    counters: NDArray[np.int64]
+
+
+def _chosen(tensors: Sequence[TensorInfo], selector: Selector) -> tuple[TensorInfo, ...]:
+    wanted = [pattern for pattern in selector if not pattern.startswith("!")]
+    left_out = [pattern[1:] for pattern in selector if pattern.startswith("!")]
+    return tuple(
+        t
+        for t in tensors
+        if (any(map(t.matches, wanted)) or (left_out and not wanted)) and not any(map(t.matches, left_out))
+    )
+
+
+def _missing(pattern: str) -> str:
+    if pattern == "head":
+        return (
+            "the network cannot be split: its last layer must be linear, with weight and bias of its own, and its "
+            "output the logits; change the network, or choose a method that keeps no part of it, such as fedavg"
+        )
+    return (
+        f"the network has no layer {pattern!r}: a selector takes head, norm, conv, linear, or names such as layer1.*; "
+        "for another network give --model package.module:factory"
+    )
+
+
+def flatten(tensors: Mapping[str, NDArray[np.generic]], layout: Layout) -> Model:
+    """Named tensors -> vectors.
+
+    Raises:
+        ProtocolError: `layout` (a tensor is missing, unknown, or has another shape or type) or `not-finite`.
+    """
+    expected = {t.name for t in layout.tensors}
+    if set(tensors) != expected:
+        raise ProtocolError("layout", f"tensors {sorted(set(tensors) ^ expected)} are missing or unknown")
+    for info in layout.tensors:
+        array = tensors[info.name]
+        dtype = np.int64 if info.kind == "counter" else np.float32
+        if array.shape != info.shape or array.dtype != dtype:
+            raise ProtocolError(
+                "layout", f"{info.name} is {array.dtype}{array.shape}, expected {np.dtype(dtype)}{info.shape}"
+            )
+    model = Model(
+        params=_join([tensors[t.name] for t in layout.of_kind("param")], np.float32),
+        buffers=_join([tensors[t.name] for t in layout.of_kind("buffer")], np.float32),
+        counters=_join([tensors[t.name] for t in layout.of_kind("counter")], np.int64),
+    )
+    if not (np.isfinite(model.params).all() and np.isfinite(model.buffers).all()):
+        raise ProtocolError("not-finite", "a tensor holds NaN or infinity")
+    return model
+
+
+def unflatten(model: Model, layout: Layout) -> Tensors:
+    """Vectors -> named tensors (views where possible)."""
+    vectors: dict[str, NDArray[Any]] = {"param": model.params, "buffer": model.buffers, "counter": model.counters}
+    offsets = dict.fromkeys(vectors, 0)
+    tensors: Tensors = {}
+    for info in layout.tensors:
+        start = offsets[info.kind]
+        offsets[info.kind] = start + info.size
+        tensors[info.name] = vectors[info.kind][start : start + info.size].reshape(info.shape)
+    return tensors
+
+
+def overlaid(model: Model, tensors: Mapping[str, NDArray[np.generic]], layout: Layout) -> Model:
+    """The model with some of its tensors replaced.
+
+    Raises:
+        ProtocolError: `layout` or `not-finite`: not tensors of such a model.
+    """
+    return flatten(unflatten(model, layout) | dict(tensors), layout)
+
+
+def _join(arrays: Sequence[NDArray[np.generic]], dtype: type[N]) -> NDArray[N]:
+    joined = np.empty(sum(a.size for a in arrays), dtype)
+    return np.concatenate([a.ravel() for a in arrays], out=joined) if arrays else joined
+
+
+def to_bytes(tensors: Mapping[str, NDArray[np.generic]]) -> bytes:
+    """Safetensors without metadata, the largest types first, then by name: equal tensors give equal bytes.
+
+    Same bytes as `safetensors.numpy.save`, whose copies took 6 to 18 ms for the 6.6 MB of a CNN, against 0.2 ms here.
+
+    Raises:
+        ValueError: an array's type is not in `_TYPES`.
+    """
+    return b"".join(to_pieces(tensors))
+
+
+def to_pieces(tensors: Mapping[str, NDArray[np.generic]]) -> list[bytes | memoryview]:
+    """The pieces that `to_bytes` joins: the header and each tensor's memory, uncopied.
+
+    Raises:
+        ValueError: an array's type is not in `_TYPES`.
+    """
+    arrays = {name: np.asarray(array, order="C") for name, array in tensors.items()}
+    if odd := {array.dtype for array in arrays.values()} - set(_TYPES):
+        raise ValueError(f"arrays of {sorted(map(str, odd))} cannot be stored")
+    ranks = list(_TYPES)
+    names = sorted(arrays, key=lambda name: (-ranks.index(arrays[name].dtype), name))
+    ends = np.cumsum([0, *(arrays[name].nbytes for name in names)]).tolist()
+    header = msgspec.json.encode(
+        {
+            name: {"dtype": _TYPES[arrays[name].dtype], "shape": arrays[name].shape, "data_offsets": span}
+            for name, span in zip(names, itertools.pairwise(ends), strict=True)
+        }
+    )
+    header += b" " * (-len(header) % 8)
+    head = len(header).to_bytes(8, "little") + header
+    return [head, *(arrays[name].reshape(-1).view(np.uint8).data for name in names)]
+
+
+class _Entry(Struct, frozen=True, forbid_unknown_fields=True):
+    """A tensor in a safetensors header; data_offsets: [start, end) of its bytes after the header."""
+
+    dtype: str
+    shape: tuple[Annotated[int, Meta(ge=0)], ...]
+    data_offsets: tuple[int, int]
+
+
+_header: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_entry: Final = msgspec.json.Decoder(_Entry)
+_DTYPES: Final = {name: dtype for dtype, name in _TYPES.items()}
+
+
+class Place(NamedTuple):
+    """A tensor's position: [start, stop) of its bytes in the safetensors file."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+def places_in(file: BinaryIO, *, metadata: bool = True) -> dict[str, Place]:
+    """The tensors of a safetensors file by name, in byte order; together they cover all of the data.
+
+    Raises:
+        ProtocolError: `malformed`, also for metadata that is not permitted.
+    """
+    try:
+        return _places(file, metadata=metadata)
+    except (msgspec.DecodeError, ValueError, KeyError, OverflowError, RecursionError) as error:
+        raise ProtocolError("malformed", f"not safetensors: {error}") from error
+
+
+def _places(file: BinaryIO, *, metadata: bool) -> dict[str, Place]:
+    size, _ = file.seek(0, 2), file.seek(0)
+    n = int.from_bytes(file.read(8), "little")
+    if not 0 < n <= min(size - 8, MAX_HEADER_BYTES):
+        raise ValueError(f"a header of {n} bytes in a file of {size}")
+    header = _header.decode(file.read(n))
+    if metadata:
+        header.pop(_METADATA, None)
+    entries = {name: _entry.decode(raw) for name, raw in header.items()}
+    places: dict[str, Place] = {}
+    begin = stop = 8 + n
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
+        start, stop = stop, begin + entry.data_offsets[1]
+        dtype = _DTYPES[entry.dtype]
+        n_bytes = math.prod(entry.shape) * dtype.itemsize
+        if begin + entry.data_offsets[0] != start or stop - start != n_bytes or stop > size:
+            raise ValueError(f"{name} of {entry.dtype}{entry.shape} at bytes {entry.data_offsets}")
+        places[name] = Place(dtype, entry.shape, start, stop)
+    if stop != size:
+        raise ValueError(f"{size - stop} bytes that belong to no tensor")
+    return places
+
+
+def from_bytes(data: bytes) -> Tensors:
+    """Parse untrusted safetensors.
+
+    Raises:
+        ProtocolError: `malformed`.
+    """
+    return {name: tensor.copy() for name, tensor in views_of(data).items()}
+
+
+def views_of(data: bytes) -> Tensors:
+    """Parse untrusted safetensors into read-only views of the bytes.
+
+    `safetensors.numpy.load` copies all tensors: 15 ms for a model of 45 MB.
+
+    Raises:
+        ProtocolError: `malformed`.
+    """
+    tensors: Tensors = {}
+    for name, (dtype, shape, start, stop) in places_in(io.BytesIO(data)).items():
+        array = np.frombuffer(data, dtype, math.prod(shape), start) if stop > start else np.empty(0, dtype)
+        tensors[name] = (array if array.flags.aligned else array.copy()).reshape(shape)
+    return tensors

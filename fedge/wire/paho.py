@@ -1,0 +1,84 @@
+"""paho's client, where fedge needs another one.
+
+It overrides what paho keeps to itself. Tests over real brokers see whether a newer paho still asks for it.
+"""
+
+from __future__ import annotations
+
+import os
+import ssl
+from socket import socket
+from typing import Any, Final
+
+import paho.mqtt.client as paho
+from paho.mqtt.enums import CallbackAPIVersion, MQTTErrorCode, MQTTProtocolVersion
+from paho.mqtt.packettypes import PacketTypes
+from paho.mqtt.properties import Properties
+from paho.mqtt.reasoncodes import ReasonCode
+
+from fedge.system.text import host_and_port
+from fedge.wire.reasons import TOO_LARGE
+from fedge.wire.route import Address, Proxy, connect
+
+_REASON_AT: Final = 2
+"""Of the reason code in a PUBACK, after the packet id."""
+
+
+class Client(paho.Client):
+    """Connects by `fedge.wire.route`, and masks what goes into a WebSocket 500 times as fast.
+
+    Mosquitto answers a message over its `message_size_limit` by a PUBACK with "packet too large", a code that MQTT 5
+    does not have there. paho would hang up; here it is an answer.
+    """
+
+    def __init__(self, address: Address, proxy: Proxy | None, client_id: str, **settings: Any) -> None:
+        transport = "tcp" if address.path is None else "websockets"
+        super().__init__(CallbackAPIVersion.VERSION2, client_id, transport=transport, **settings)  # type: ignore[arg-type]
+        self._address, self._proxy_server = address, proxy
+
+    def _create_socket_connection(self) -> socket:
+        return connect(self._address.host, self._address.port, self._proxy_server, self.connect_timeout)
+
+    def _create_socket(self) -> Any:
+        sock: Any = self._create_socket_connection()
+        try:
+            if self._ssl_context is not None:
+                name = self._address.name
+                sock = self._ssl_context.wrap_socket(sock, server_hostname=name, do_handshake_on_connect=False)
+                sock.do_handshake()
+            return sock if self._address.path is None else _WebSocket(sock, self._address)
+        except BaseException:
+            sock.close()
+            raise
+
+    def _handle_pubackcomp(self, cmd: Any) -> MQTTErrorCode:
+        packet = self._in_packet["packet"]
+        if self._protocol != MQTTProtocolVersion.MQTTv5 or packet[_REASON_AT : _REASON_AT + 1] != bytes([TOO_LARGE]):
+            return super()._handle_pubackcomp(cmd)
+        packet_id = int.from_bytes(packet[:_REASON_AT], "big")
+        with self._out_message_mutex:
+            if packet_id not in self._out_messages:
+                return MQTTErrorCode.MQTT_ERR_SUCCESS
+            reason = ReasonCode(PacketTypes.DISCONNECT, identifier=TOO_LARGE)
+            properties = Properties(PacketTypes.PUBACK)  # type: ignore[no-untyped-call]
+            return self._do_on_publish(packet_id, reason, properties)
+
+
+class _WebSocket(paho._WebsocketWrapper):  # noqa: SLF001 - paho has no other
+    def __init__(self, sock: socket, address: Address) -> None:
+        secure = isinstance(sock, ssl.SSLSocket)
+        name, port = address.name, address.port
+        where = host_and_port(name, port)
+        if port == (443 if secure else 80):
+            where = where.removesuffix(f":{port}")
+        headers = {"Host": where, "Origin": f"{'https' if secure else 'http'}://{where}"}
+        assert address.path is not None
+        super().__init__(sock, name, port, secure, address.path, headers)
+
+    def _create_frame(self, opcode: int, data: bytearray, _do_masking: int = 1) -> bytearray:
+        """Mask every frame, as RFC 6455 (5.1) wants it of a client; paho would not mask a pong."""
+        n, mask = len(data), os.urandom(4)
+        size = bytes([128 | n]) if n < 126 else b"\xfe" + n.to_bytes(2) if n < 2**16 else b"\xff" + n.to_bytes(8)
+        stretched = (mask * (n // 4 + 1))[:n]
+        masked = (int.from_bytes(data) ^ int.from_bytes(stretched)).to_bytes(n)
+        return bytearray(bytes([128 | opcode]) + size + mask + masked)

@@ -1,0 +1,338 @@
+"""A port on which aiohttp serves, with limits that hold against everybody who can connect. Needs aiohttp.
+
+When places run short, idle or slow clients lose theirs, and some places are reserved for health. A place is taken when
+a connection is accepted, before TLS and before the first byte, so no client can lock others out for long, however often
+it connects. Bytes that are not HTTP are a line in the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+from collections.abc import Awaitable, Callable, Mapping
+from enum import Enum, auto
+from typing import Any, Final
+
+import msgspec
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+
+from fedge.errors import TransportError
+from fedge.system.logs import Lines
+from fedge.system.text import host_and_port
+
+log = logging.getLogger("fedge.port")
+
+MAX_CONNECTIONS: Final = 64
+BACKLOG: Final = 128
+"""Connections that wait to be accepted, and that are accepted at a time before any of them is read."""
+MAX_HEALTH_CONNECTIONS: Final = BACKLOG
+"""Additional places for health checks when all others are taken; the oldest makes way for a new one. With fewer, those
+that come at the same time as a check would push it out."""
+HEAD_TIMEOUT_S: Final = 5.0
+"""Time limit for TLS, and for the head of the first request."""
+HEALTH_TIMEOUT_S: Final = 1.0
+"""Time limit for a request on a place for health checks."""
+SILENT_S: Final = 0.5
+"""When all places are taken, a client that has been idle for this long makes way for a new one."""
+SLOW_S: Final = 5.0
+"""When all places are taken, a client that has been sending a body for this long makes way, too."""
+IDLE_TIMEOUT_S: Final = 30.0
+"""Time limit between two requests."""
+LINGER_S: Final = 1.0
+"""Time to read the rest of a refused body: if closed at once, many clients would not see the reason."""
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Health = Mapping[str, Mapping[str, Any]]
+"""What a GET of a path answers while all places are taken."""
+
+
+class Port:
+    """A port with places for so many clients.
+
+    Args:
+        host, port: where to listen; port 0: a free one, see `number`.
+        tls: for HTTPS.
+        places: clients at a time.
+        health: what is answered even when all places are taken.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        tls: ssl.SSLContext | None = None,
+        places: int = MAX_CONNECTIONS,
+        health: Health | None = None,
+    ) -> None:
+        self._address, self.tls, self._places = (host, port), tls, places
+        self.health: Health = health or {}
+        self.connections: set[_Connection] = set()
+        self.turned_away = 0
+        self._health_alone: dict[_Connection, _HealthAlone] = {}  # the oldest first
+        self._runner: web.AppRunner | None = None
+        self._listener: asyncio.Server | None = None
+
+    async def open(self, app: web.Application, *, drain_s: float) -> None:
+        """Serve an application whose first middleware is `watched`. `drain_s`: for pending requests at the end.
+
+        Raises:
+            TransportError: the port is taken, or the host is not an address of this machine.
+        """
+        self._runner = web.AppRunner(
+            app,
+            access_log=None,
+            logger=_Told(),
+            handle_signals=False,
+            keepalive_timeout=IDLE_TIMEOUT_S,
+            lingering_time=LINGER_S,
+            shutdown_timeout=drain_s,
+        )
+        await self._runner.setup()
+        host, port = self._address
+        try:
+            self._listener = await asyncio.get_running_loop().create_server(
+                lambda: _Connection(self), host, port, backlog=BACKLOG
+            )
+        except OSError as error:
+            await self._runner.cleanup()
+            raise TransportError(f"cannot listen on {host}:{port}: {error.strerror}; choose another port") from error
+
+    async def close(self) -> None:
+        """Answer what is pending, and end."""
+        assert self._listener is not None
+        assert self._runner is not None
+        self._listener.close()
+        await self._runner.cleanup()
+        for connection in [*self.connections, *self._health_alone]:
+            connection.abort()
+
+    @property
+    def number(self) -> int:
+        """The number of the port."""
+        assert self._listener is not None
+        return int(self._listener.sockets[0].getsockname()[1])
+
+    @property
+    def url(self) -> str:
+        """The URL of the port, by the address that it listens on."""
+        assert self._listener is not None
+        host, port = self._listener.sockets[0].getsockname()[:2]
+        scheme = "http" if self.tls is None else "https"
+        return f"{scheme}://{host_and_port(host, port)}"
+
+    def admit(self, connection: _Connection) -> asyncio.Protocol:
+        """The protocol for a new client: aiohttp if there is a place, else health only."""
+        if len(self.connections) >= self._places:
+            self._make_room()
+        if len(self.connections) < self._places:
+            assert self._runner is not None
+            server = self._runner.server
+            assert server is not None
+            self.connections.add(connection)
+            connection.limit(HEAD_TIMEOUT_S, connection.abort)
+            return server()
+        self.turned_away += 1
+        if len(self._health_alone) >= MAX_HEALTH_CONNECTIONS:
+            oldest = next(iter(self._health_alone))
+            self._health_alone.pop(oldest).turn_away()
+        talker = self._health_alone[connection] = _HealthAlone(connection, self.health)
+        connection.limit(HEALTH_TIMEOUT_S, talker.turn_away)
+        return talker
+
+    def forget(self, connection: _Connection) -> None:
+        """Remove a connection that has ended."""
+        self.connections.discard(connection)
+        self._health_alone.pop(connection, None)
+
+    def _make_room(self) -> None:
+        """Close the connection that has been idle longest, else the one with the slowest body, if it is overdue."""
+        now = asyncio.get_running_loop().time()
+        for phase, patience_s in ((_Phase.WAITING, SILENT_S), (_Phase.BODY, SLOW_S)):
+            those = [one for one in self.connections if one.phase is phase and now - one.since >= patience_s]
+            if those:
+                min(those, key=lambda one: one.since).abort()
+                return
+
+    @web.middleware
+    async def watched(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """The outermost middleware: notes what each connection does."""
+        self._enter(_Phase.BODY if request.can_read_body else _Phase.WORK, request)
+        try:
+            return await handler(request)
+        finally:
+            self._enter(_Phase.WAITING, request)
+
+    def work(self, request: web.Request) -> None:
+        """Note that the body has been received: the client is not slow."""
+        self._enter(_Phase.WORK, request)
+
+    def _enter(self, phase: _Phase, request: web.Request) -> None:
+        known = None if request.transport is None else request.transport.get_protocol()
+        if isinstance(known, _Connection):
+            known.enter(phase)
+
+
+class _Phase(Enum):
+    """What a connection does."""
+
+    WAITING = auto()  # for a request
+    BODY = auto()  # receiving the body
+    WORK = auto()  # computing the answer
+
+
+class _Connection(asyncio.Protocol):
+    """A client's connection, handed to the protocol that serves it.
+
+    Places are counted on connect: several connections are accepted at once, before any of them is known.
+    """
+
+    def __init__(self, port: Port) -> None:
+        self._port = port
+        self._loop = asyncio.get_running_loop()
+        self.phase, self.since = _Phase.WAITING, self._loop.time()
+        self._deadline: asyncio.TimerHandle | None = None
+        self._securing: asyncio.Task[None] | None = None
+        self._early: list[bytes] | None = []  # what came before the talker was connected; None: it is
+
+    def limit(self, seconds: float, then: Callable[[], None]) -> None:
+        """Set the time limit for a first request, and what happens when it expires."""
+        self._deadline = self._loop.call_later(seconds, then)
+
+    def enter(self, phase: _Phase) -> None:
+        """Enter a phase: request received, body received, or answered."""
+        self.phase, self.since = phase, self._loop.time()
+        self._no_deadline()
+
+    def abort(self) -> None:
+        """End the connection at once."""
+        self._end()
+        self._tcp.abort()
+
+    def last_words(self, words: bytes) -> None:
+        """Say this and end the connection; nothing is said before TLS is there."""
+        if self._early is not None:
+            self.abort()
+        elif not self._transport.is_closing():
+            self._transport.write(words)
+            self._transport.close()
+
+    def _end(self) -> None:
+        self._no_deadline()
+        self._port.forget(self)
+        if self._securing is not None:
+            self._securing.cancel()
+
+    def _no_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._tcp = transport
+        self._talker = self._port.admit(self)
+        if self._port.tls is None:
+            self._connect(transport)
+        else:
+            transport.pause_reading()  # whatever comes first is TLS
+            self._securing = self._loop.create_task(self._secure(self._port.tls))
+
+    async def _secure(self, tls: ssl.SSLContext) -> None:
+        try:
+            async with asyncio.timeout(HEAD_TIMEOUT_S):
+                secured = await self._loop.start_tls(
+                    self._tcp, self, tls, server_side=True, ssl_handshake_timeout=HEAD_TIMEOUT_S
+                )
+        except OSError:  # ssl.SSLError and TimeoutError are some
+            self._securing = None
+            self.abort()
+            return
+        self._securing = None
+        if secured is None:  # it ended meanwhile
+            self.abort()
+        else:
+            self._connect(secured)
+
+    def _connect(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._talker.connection_made(transport)
+        early, self._early = self._early or [], None
+        for data in early:
+            self._talker.data_received(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end()
+        if self._early is None:
+            self._talker.connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._early is None:
+            self._talker.data_received(data)
+        else:
+            self._early.append(data)
+
+    def eof_received(self) -> bool | None:
+        return self._talker.eof_received() if self._early is None else None
+
+    def pause_writing(self) -> None:
+        if self._early is None:
+            self._talker.pause_writing()
+
+    def resume_writing(self) -> None:
+        if self._early is None:
+            self._talker.resume_writing()
+
+
+def _last_words(status: bytes, content: Mapping[str, Any]) -> bytes:
+    """A final response, after which the connection closes."""
+    body = msgspec.json.encode(content)
+    return (
+        b"HTTP/1.1 %b\r\nRetry-After: 1\r\nConnection: close\r\nContent-Type: application/json\r\n"
+        b"Content-Length: %d\r\n\r\n%b" % (status, len(body), body)
+    )
+
+
+TOO_MANY: Final = _last_words(b"503 Service Unavailable", {"error": "too many connections; try again in a second"})
+
+
+class _HealthAlone(asyncio.Protocol):
+    """On a place reserved for health: answers one request, by its first line."""
+
+    def __init__(self, connection: _Connection, health: Health) -> None:
+        self._connection, self._health = connection, health
+        self._line = b""
+
+    def data_received(self, data: bytes) -> None:
+        self._line += data[:200]
+        if b"\n" not in self._line and len(self._line) < 200:
+            return
+        method, _, rest = self._line.partition(b" ")
+        health = self._health.get(rest.partition(b" ")[0].decode("latin-1")) if method == b"GET" else None
+        self._connection.last_words(TOO_MANY if health is None else _last_words(b"200 OK", health))
+
+    def turn_away(self) -> None:
+        self._connection.last_words(TOO_MANY)
+
+
+# --------------------------------------------------------------------------------------------------- what is no HTTP
+
+
+class _Told(logging.LoggerAdapter[logging.Logger]):
+    """Makes a line of aiohttp's traceback for bytes that are not HTTP and clients that leave, and few lines of many."""
+
+    def __init__(self) -> None:
+        super().__init__(log)
+        self._lines = Lines()
+
+    def exception(self, msg: object, *args: object, exc_info: Any = True, **kwargs: Any) -> None:
+        """Log an error of a handler, or of a client."""
+        if isinstance(exc_info, HttpProcessingError | web.RequestPayloadError):
+            address, reason = args[0] if args else "", " ".join(str(exc_info).split())[:200]
+            self._lines.warning(log, "event=malformed_request address=%s reason=%r", address, reason)
+        elif isinstance(exc_info, ConnectionError):  # while its request was read, or the answer written
+            self._lines.log(log, logging.INFO, "event=client_gone address=%s reason=%r", args[0], str(exc_info))
+        else:
+            super().exception(msg, *args, exc_info=exc_info, **kwargs)

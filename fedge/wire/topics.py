@@ -1,0 +1,133 @@
+"""Names of the MQTT topics, which message each carries, and names of the clients (docs/protocol.md).
+
+fedge/1/{federation}/agents/{id}/status            Status, retained, last will      agent -> all
+fedge/1/{federation}/agents/{id}/context           Context                          agent -> coordinator
+fedge/1/{federation}/agents/{id}/orders            Order                            coordinator -> agent
+fedge/1/{federation}/agents/{id}/reports           Report                           agent -> coordinator
+fedge/1/{federation}/agents/{id}/acks              Ack                              coordinator -> agent
+fedge/1/{federation}/agents/{id}/wants             Want                             agent -> coordinator
+fedge/1/{federation}/coordinator/wants/{id}        Want                             coordinator -> agent
+fedge/1/{federation}/agents/{id}/health            Health, retained                 runtime -> all
+fedge/1/{federation}/agents/{id}/release-wants     Want                             runtime -> rollout
+fedge/1/{federation}/agents/{id}/renewal           request for a certificate, PEM, retained    agent -> authority
+fedge/1/{federation}/agents/{id}/certificate       certificate, PEM, retained       authority -> agent
+fedge/1/{federation}/agents/{id}/predict           a sample                         sensor -> runtime
+fedge/1/{federation}/agents/{id}/predictions       what is said of it               runtime -> sensor
+fedge/1/{federation}/rollout                       Announcement, retained           rollout -> all
+fedge/1/{federation}/revocations                   list of the authority, retained  coordinator -> all
+fedge/1/{federation}/coordinator/beacon            Beacon, retained                 coordinator -> all
+fedge/1/{federation}/coordinator/claims            Claim, retained                  coordinator -> coordinator
+fedge/1/{federation}/blobs/{digest}/{offset}       bytes of a model from offset on  coordinator -> agents
+fedge/1/{federation}/agents/{id}/blobs/{digest}/{offset}  bytes of an update        agent -> coordinator
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Final, Literal
+
+ROOT = "fedge/1"
+"""Of all topics. At a broker that leaves us a part of its topics alone, `fedge.wire.transport` puts a prefix before it."""
+MAX_CLIENT_ID: Final = 100
+"""Characters of a client id; VerneMQ takes no more by default, AWS IoT 128."""
+MAX_CLIENT_PREFIX: Final = 28
+"""Characters that may go before it."""
+
+OUTSIDE: Final = "$outside/"
+"""Before a topic that cannot be ours, since it is not below the topic prefix."""
+
+INTAKES: Final = "intakes"
+MODELS: Final = "models"
+"""Groups of subscribers to reports, and to Wants of models, in which each message goes to one (MQTT 5)."""
+
+ClientRole = Literal["agent", "serve", "coordinator", "intake", "rollout", "status", "renewal"]
+
+
+@dataclass(frozen=True, slots=True)
+class Topics:
+    """All topic names of one federation. `device_id` may be "+" to build a subscription."""
+
+    federation: str
+
+    @property
+    def prefix(self) -> str:
+        """Common start of all topics, without the final slash."""
+        return f"{ROOT}/{self.federation}"
+
+    def agent(self, device_id: str, leaf: str) -> str:
+        """A topic of one device; `leaf`: the last level in the list above."""
+        return f"{self.prefix}/agents/{device_id}/{leaf}"
+
+    def shared(self, group: str, secret: str, topic_filter: str) -> str:
+        """The shared-subscription filter for dispatcher, intakes and model servers, which share incoming messages.
+
+        `secret`: known to them alone. A broker hands each message to one member of a group before it looks whether that
+        member may read it, so whoever can name the group can make messages vanish.
+        """
+        return f"$share/{group}-{secret}/{topic_filter}"
+
+    @property
+    def rollout(self) -> str:
+        """Announces the fleet's rollout."""
+        return f"{self.prefix}/rollout"
+
+    @property
+    def revocations(self) -> str:
+        """Certificates revoked by the federation's authority (CRL, DER)."""
+        return f"{self.prefix}/revocations"
+
+    @property
+    def beacon(self) -> str:
+        """The coordinator's time and version."""
+        return f"{self.prefix}/coordinator/beacon"
+
+    @property
+    def claims(self) -> str:
+        """Where coordinators hear of each other."""
+        return f"{self.prefix}/coordinator/claims"
+
+    def coordinator_wants(self, device_id: str) -> str:
+        """The coordinator's requests to a device for the bytes of an update."""
+        return f"{self.prefix}/coordinator/wants/{device_id}"
+
+    def model_chunk(self, digest: str, offset: int | str = "+") -> str:
+        """Bytes of a model on the way down, one copy for all receivers."""
+        return f"{self.prefix}/blobs/{digest}/{offset}"
+
+    def update_chunk(self, device_id: str, digest: str = "+", offset: int | str = "+") -> str:
+        """Bytes of an update on the way up."""
+        return f"{self.prefix}/agents/{device_id}/blobs/{digest}/{offset}"
+
+    def client_id(self, role: ClientRole, name: str = "") -> str:
+        """A process's client id at the broker, where two with the same id keep disconnecting each other.
+
+        Names hold no colon, so ids are unique by role, federation and name; long ones end in their SHA-256.
+        """
+        full = ":".join((role, self.federation, name) if name else (role, self.federation))
+        return full if len(full) <= MAX_CLIENT_ID else f"{role}:{hashlib.sha256(full.encode()).hexdigest()}"
+
+    def parts(self, topic: str) -> tuple[str, ...]:
+        """The levels below the prefix, or () for a foreign topic."""
+        head = self.prefix + "/"
+        return tuple(topic[len(head) :].split("/")) if topic.startswith(head) else ()
+
+
+def unshared(topic_filter: str) -> str:
+    """The plain filter of a shared subscription ($share/GROUP/FILTER); other filters unchanged."""
+    return topic_filter.split("/", 2)[2] if topic_filter.startswith("$share/") else topic_filter
+
+
+def below(prefix: str, topic: str) -> str:
+    """A topic or filter as it is called at a broker where all of ours are below `prefix` (empty: none)."""
+    if not prefix:
+        return topic
+    plain = unshared(topic)
+    return f"{topic.removesuffix(plain)}{prefix}/{plain}"
+
+
+def without(prefix: str, topic: str) -> str:
+    """Undo `below`; a topic elsewhere gets `OUTSIDE`."""
+    if not prefix:
+        return topic
+    return topic.removeprefix(f"{prefix}/") if topic.startswith(f"{prefix}/") else f"{OUTSIDE}{topic}"

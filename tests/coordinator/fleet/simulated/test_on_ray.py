@@ -1,0 +1,208 @@
+"""Simulated devices on Ray: equal bits however many actors there are, and whatever dies."""
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from threading import Timer
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from coordinator.fleet.simulated import on_ray
+from coordinator.fleet.simulated.fleet import Execute, SimulatedFleet
+from coordinator.fleet.simulated.on_ray import Recipe, Shards
+from coordinator.fleet.simulated.ray import connected, ray
+from coordinator.methods.method import Option, Server, make
+from coordinator.methods.parts.averaging import averages
+from coordinator.simulation.compare import compare
+from coordinator.simulation.federation import Federation, gather, partition_samples
+from coordinator.simulation.run import simulate
+from coordinator.simulation.settings import CompareSettings, Running, Scenario
+from edge_agent.device.worker import Finished
+from edge_agent.learning import batched
+from fedge.steps.sgd import Sgd
+from fedge.steps.training.train import Start, Train, Trained
+from fedge.tensors.codecs import Codec
+
+pytestmark = pytest.mark.process
+SCENARIO = Scenario(devices=40, samples=1200, min_samples=10, rounds=2, codec=Codec.FLOAT32, local_steps=3)
+SEED = 1
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[object]:
+    """A cluster of this machine, with one node of four processors."""
+    from ray.cluster_utils import Cluster  # noqa: TID251
+
+    head = {"num_cpus": 4, "include_dashboard": False}
+    found = Cluster(initialize_head=True, head_node_args=head)
+    with connected(found.address):
+        yield found
+    found.shutdown()
+
+
+@pytest.fixture(scope="module")
+def federation() -> Federation:
+    return partition_samples(SCENARIO, SEED)
+
+
+async def trained(
+    federation: Federation, home: Path, execute: Execute, method_name: str = "fedavg", **options: Option
+) -> bytes:
+    """The global model after the rounds."""
+    fleet, first, _ = gather(federation, SCENARIO, SEED, home, execute)
+    method = make(method_name, SCENARIO.for_method(SEED, dict(options)), Server(federation.task, None))
+    state = method.init(federation.layout, first)
+    for number in range(1, SCENARIO.rounds + 1):
+        fleet.round = number
+        state = await method.round(state, fleet)
+    return fleet.get(state.model, federation.layout).params.tobytes()
+
+
+def shards(federation: Federation, home: Path, n: int) -> Shards:
+    recipe = Recipe(task=federation.task, layout=federation.layout, home=home)
+    return Shards(recipe, federation.data, (), n)
+
+
+async def test_bits_do_not_depend_on_the_number_of_actors(cluster: object, federation: Federation, tmp_path: Path):
+    of = {n: await trained(federation, tmp_path / str(n), shards(federation, tmp_path / str(n), n)) for n in (1, 2, 4)}
+    assert of[1] == of[2] == of[4]
+    here = await trained(federation, tmp_path / "here", batched.execute)
+    np.testing.assert_allclose(np.frombuffer(of[1], np.float32), np.frombuffer(here, np.float32), rtol=1e-6, atol=1e-7)
+
+
+async def test_bits_of_answers_as_they_come_do_not_either(cluster: object, federation: Federation, tmp_path: Path):
+    of = [
+        await trained(federation, tmp_path / str(n), shards(federation, tmp_path / str(n), n), "fedbuff", buffer=3)
+        for n in (1, 2)
+    ]
+    assert of[0] == of[1]
+
+
+async def test_a_killed_actor_changes_nothing(cluster: object, federation: Federation, tmp_path: Path):
+    undisturbed = await trained(federation, tmp_path / "quiet", shards(federation, tmp_path / "quiet", 2))
+    killed = shards(federation, tmp_path / "killed", 2)
+
+    def and_kill(jobs: list[batched.Job]) -> list[Finished]:
+        found = killed(jobs)
+        ray.kill(killed._idle[0])
+        return found
+
+    assert await trained(federation, tmp_path / "killed", and_kill) == undisturbed
+
+
+async def test_a_node_that_dies_under_way_changes_nothing(
+    cluster: Any, federation: Federation, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    undisturbed = await trained(federation, tmp_path / "quiet", shards(federation, tmp_path / "quiet", 2))
+    second = cluster.add_node(num_cpus=2)
+    cluster.wait_for_nodes()
+    lossy = shards(federation, tmp_path / "lost", 6)
+    loses = Timer(0.2, partial(cluster.remove_node, second, allow_graceful=False))
+
+    def and_lose(jobs: list[batched.Job]) -> list[Finished]:
+        if not loses.is_alive() and not loses.finished.is_set():
+            ray.get(list(lossy._coming))  # on both nodes
+            loses.start()
+        return lossy(jobs)
+
+    assert await trained(federation, tmp_path / "lost", and_lose) == undisturbed
+    assert "shard_lost" in caplog.text
+
+
+async def trained_once(
+    federation: Federation, home: Path, execute: Execute
+) -> tuple[SimulatedFleet, dict[str, Trained]]:
+    """A fleet and the updates of its devices; on Ray they lie with the actors."""
+    fleet, first, _ = gather(federation, SCENARIO, SEED, home, execute)
+    action = Train(starts=(Start(model=first),), sgd=Sgd(steps=3), codec=Codec.FLOAT32)
+    answers = await fleet.run("train", {device.id: action for device in fleet.devices()})
+    return fleet, {i: answer.result for i, answer in answers.items() if isinstance(answer.result, Trained)}
+
+
+async def averaged(
+    federation: Federation, fleet: SimulatedFleet, updates: dict[str, Trained], rules: tuple[str, ...]
+) -> bytes:
+    """The averages of all and of every second update, by each rule."""
+    return b"".join([await averaged_by(federation, fleet, updates, rule) for rule in rules])
+
+
+async def averaged_by(federation: Federation, fleet: SimulatedFleet, updates: dict[str, Trained], rule: str) -> bytes:
+    scenario = msgspec.structs.replace(SCENARIO, average=rule)
+    method = make("fedavg", scenario.for_method(SEED, {}), Server(federation.task, None))
+    ids = list(updates)
+    whole, half, nobody = await averages(method, fleet, updates, [ids, ids[::2], []], federation.layout)
+    assert nobody is None
+    assert whole is not None
+    assert half is not None
+    return whole.params.tobytes() + half.params.tobytes()
+
+
+@pytest.mark.parametrize("rules", [("clipped", "mean"), ("median",)])
+async def test_averages_do_not_depend_on_who_dies(
+    rules: tuple[str, ...],
+    cluster: Any,
+    federation: Federation,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Equal bytes after all actors died, and after the node died that alone had the updates."""
+    monkeypatch.setattr(on_ray, "BLOCKS", 3)  # large enough for the object store
+    here = await averaged(federation, *await trained_once(federation, tmp_path / "here", batched.execute), rules)
+    there = shards(federation, tmp_path / "there", 2)
+    fleet, updates = await trained_once(federation, tmp_path / "there", there)
+    undisturbed = await averaged(federation, fleet, updates, rules)
+    np.testing.assert_allclose(np.frombuffer(undisturbed), np.frombuffer(here), rtol=1e-6, atol=1e-9)
+    for shard in there._idle:
+        ray.kill(shard)
+    assert await averaged(federation, fleet, updates, rules) == undisturbed
+    assert "updates_lost" not in caplog.text
+
+    for shard in (*there._idle, *there._coming.values()):
+        ray.kill(shard)
+    second = cluster.add_node(num_cpus=2)
+    cluster.wait_for_nodes()
+    lossy = shards(federation, tmp_path / "lost", 6)
+    actors = dict(lossy._coming)
+    ray.get(list(actors))
+    for shard in [shard for shard in actors.values() if node_of(shard) != second.node_id]:
+        ray.kill(shard)
+    fleet, updates = await trained_once(federation, tmp_path / "lost", lossy)
+    cluster.remove_node(second, allow_graceful=False)
+    assert await averaged(federation, fleet, updates, rules) == undisturbed
+    assert "updates_lost" in caplog.text
+
+
+def node_of(shard: Any) -> str:
+    return str(ray._private.state.actors(shard._actor_id.hex())["Address"]["NodeID"])
+
+
+async def test_only_sums_travel(cluster: object, federation: Federation, tmp_path: Path) -> None:
+    there = shards(federation, tmp_path, 2)
+    fleet, updates = await trained_once(federation, tmp_path, there)
+    there.fetch = None  # type: ignore[assignment, method-assign]
+    await averaged(federation, fleet, updates, ("clipped",))
+
+
+def test_a_simulation_on_ray_gives_the_figures_of_one_here(cluster: object, tmp_path: Path) -> None:
+    on = Running(engine="ray", ray_address="auto")
+    here, there = (
+        simulate(SCENARIO, "fedge", {}, SEED, tmp_path / name, lambda _: None, "fedge", how)
+        for name, how in (("here", None), ("there", on))
+    )
+    assert there.bundles == here.bundles == SCENARIO.devices
+    assert there.accuracy == pytest.approx(here.accuracy, abs=0.01)
+    assert (there.bytes_up, there.bytes_down) == (here.bytes_up, here.bytes_down)
+
+
+def test_a_comparison_on_ray_gives_the_runs_of_one_here(cluster: object, tmp_path: Path) -> None:
+    small = {"methods": "local,fedavg", "seeds": "0", "devices": 3, "samples": 200, "rounds": 1}
+    runs = [
+        compare(CompareSettings(**small, jobs=1, engine=engine), tmp_path / engine, lambda *_: None).runs
+        for engine in ("local", "ray")
+    ]
+    for here, there in zip(*runs, strict=True):
+        assert (here.method, here.accuracy, here.bytes_up) == (there.method, there.accuracy, there.bytes_up)

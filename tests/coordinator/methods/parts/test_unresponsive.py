@@ -1,0 +1,72 @@
+"""Who is asked again after an order without an answer."""
+
+from itertools import pairwise
+
+import msgspec
+import pytest
+
+from coordinator.fleet.fleet import Answer
+from coordinator.methods.method import results
+from coordinator.methods.parts.unresponsive import LONGEST_REST, AskingState, ask, awake
+from coordinator.store.records import Device
+from fedge.steps.contract import Declined, Failed
+from fedge.steps.descriptions.describe_labels import DescribeLabels
+from fedge.tensors.layout import Layout, TensorInfo
+
+NOBODY = AskingState(round=0, layout=Layout(tensors=(TensorInfo(name="w", shape=(1,)),)))
+
+
+class Deaf:
+    """Two devices, of which "b" never answers; `incarnation` of it."""
+
+    def __init__(self) -> None:
+        self.incarnation = "1"
+
+    def devices(self):
+        return Device("a", 5), Device("b", 5, incarnation=self.incarnation)
+
+    async def run(self, step, actions):
+        return {i: Answer(i, Declined(reason=step) if i == "a" else None) for i in actions}
+
+
+async def rounds_asked(fleet: Deaf, n: int, state: AskingState = NOBODY) -> list[int]:
+    asked = []
+    for r in range(1, n + 1):
+        state = msgspec.structs.replace(state, round=r - 1)
+        there = awake(state, fleet)
+        asked += [r] if "b" in there else []
+        state, _ = await ask(state, fleet, "train", {i: DescribeLabels() for i in there})
+    return asked
+
+
+async def test_rests_double_up_to_the_longest() -> None:
+    asked = await rounds_asked(Deaf(), 60)
+    assert asked[:4] == [1, 3, 7, 15]
+    assert max(b - a for a, b in pairwise(asked)) == LONGEST_REST
+
+
+async def test_a_new_incarnation_wakes_it() -> None:
+    fleet = Deaf()
+    state, _ = await ask(NOBODY, fleet, "train", {"b": DescribeLabels()})
+    assert state.unresponsive["b"].misses == 1
+    state = msgspec.structs.replace(state, round=1)
+    assert set(awake(state, fleet)) == {"a"}
+    fleet.incarnation = "2"
+    assert set(awake(state, fleet)) == {"a", "b"}
+
+
+async def test_where_all_rest_all_are_asked_and_an_answer_forgives() -> None:
+    fleet = Deaf()
+    state, answers = await ask(NOBODY, fleet, "train", {"a": DescribeLabels()})
+    assert state.unresponsive == {}
+    assert results(answers, Declined) == {"a": Declined(reason="train")}
+    assert results(answers, Failed) == {}
+
+
+@pytest.mark.parametrize("r", [2, 3])
+async def test_nobody_awake(r) -> None:
+    fleet = Deaf()
+    fleet.devices = lambda: (Device("b", 5),)
+    state, _ = await ask(NOBODY, fleet, "train", {"b": DescribeLabels()})
+    state = msgspec.structs.replace(state, round=r - 1)
+    assert set(awake(state, fleet)) == {"b"}

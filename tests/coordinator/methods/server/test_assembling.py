@@ -1,0 +1,46 @@
+"""Bundles that the coordinator makes; mixtures of several models are tested with `coordinator.methods.server.learning`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+import deploy
+from coordinator.methods.server.assembling import bundle_in_subprocess, files_of, mixture_of
+from export import parity
+from fedge.data import preprocessing
+from fedge.errors import ConfigError
+from fedge.models import network
+from fedge.tasks import pool, task_spec
+from fedge.wire.messages import Role
+
+TASK = task_spec("digits")
+
+
+def test_the_child_makes_what_this_process_would_make_and_it_predicts_what_the_model_does(tmp_path: Path) -> None:
+    layout, model = network.initial(TASK, 3)
+    files = bundle_in_subprocess(TASK, layout, model, release=2, method="fedavg")
+    none = np.zeros((0, *TASK.input_shape), np.float32)
+    own = files_of(mixture_of(TASK, [model], [1.0], None), none, task=TASK, layout=layout, release=2, method="fedavg")
+    assert files == own
+    (tmp_path / "bundle").mkdir()
+    for name, data in files.items():
+        (tmp_path / "bundle" / name).write_bytes(data)
+    runtime = deploy.load(tmp_path / "bundle")
+    assert (runtime.manifest.release, runtime.manifest.method) == (2, "fedavg")
+    assert [(c.role, c.kappa) for c in runtime.manifest.candidates] == [(Role.GLOBAL, 0.0)]
+    x = pool("digits", seed=0, limit=50).x
+    (logits,) = parity.logits_of(TASK, layout, [model], preprocessing.apply(TASK, x))
+    expected = np.exp(logits - logits.max(axis=1, keepdims=True))
+    expected /= expected.sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(runtime.predict(x).probabilities, expected, atol=1e-4)
+
+
+def test_a_network_that_cannot_be_built_says_why() -> None:
+    layout, model = network.initial(TASK, 3)
+    strange = msgspec.structs.replace(TASK, model="no_such_package:net")
+    with pytest.raises(ConfigError, match=r"no bundle of the network of task digits.*no_such_package"):
+        bundle_in_subprocess(strange, layout, model, release=1, method="fedavg")

@@ -1,0 +1,369 @@
+"""The durable loop, with devices that answer at once and a real broker between them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime as dt
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from coordinator.methods.baselines.fedavg import FedAvgState
+from coordinator.methods.method import State, load
+from coordinator.service.service import (
+    CoordinatorSettings,
+    Length,
+    expiring,
+    length_of,
+    method_of,
+    prolonged,
+    resumed,
+    serve,
+    start,
+    without_bundle,
+)
+from coordinator.store.records import Device, OrderStatus
+from coordinator.store.store import Store
+from coordinator.watch.state import headline, read_summary
+from fedge.commands.broker import LocalBroker
+from fedge.errors import ConfigError, FruitlessError, StoreError, TransportError
+from fedge.steps.contract import Failed
+from fedge.steps.mixture.install import Installed
+from fedge.system.files import digest_of
+from fedge.system.processor import Processor
+from fedge.tasks import task_spec
+from fedge.tensors import codecs
+from fedge.tensors.codecs import Codec
+from fedge.tensors.layout import unflatten
+from fedge.wire.messages import BlobRef, Order, Why
+from tests.support.device import IN_0_1, TASK, RawDevice
+from tests.support.identities import Authority
+from tests.support.learners import LAYOUT, Learner, learners
+
+WAIT_S = 300.0
+
+
+pytestmark = pytest.mark.usefixtures("no_torch")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with contextlib.closing(Store(tmp_path / "server")) as opened:
+        yield opened
+
+
+def settings(broker: LocalBroker | None, home: Path, **changes: Any) -> CoordinatorSettings:
+    address = f"{broker.host}:{broker.port}" if broker else "localhost"
+    values = {"rounds": 2, "devices": 2, "method": "fedavg", "seed": 3, "deadline_s": 30.0, **changes}
+    return CoordinatorSettings(broker=address, federation="f", home=home, task="unused", **values)
+
+
+def quiet(event: str, fields: dict[str, Any]) -> None:
+    """Observe nothing."""
+
+
+def final(store: Store) -> State:
+    saved = store.state()
+    assert saved is not None
+    return load(saved, FedAvgState)
+
+
+async def test_before_the_first_round_the_summary_says_why_a_device_does_not_take_part(
+    mosquitto: LocalBroker, tmp_path: Path, store: Store
+) -> None:
+    """Nobody would look into the log for why nothing begins."""
+    seen: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def observe(event: str, _: dict[str, Any]) -> None:
+        if event == "problem":
+            asyncio.get_running_loop().call_soon(seen.set_result, None)
+
+    async with asyncio.timeout(WAIT_S), RawDevice(mosquitto, "cam1", tmp_path) as old:
+        await old.say("status", IN_0_1, retain=True)
+        serving = asyncio.create_task(serve(settings(mosquitto, tmp_path / "server"), TASK, store, observe))
+        await seen
+        summary = json.loads((tmp_path / "server" / "summary.json").read_bytes())
+        serving.cancel()
+        await asyncio.wait([serving])
+    assert summary["problems"]["cam1"]["reason"].endswith("update fedge on cam1 to 0.2 or later")
+
+
+async def test_a_federation_from_beginning_to_end(mosquitto: LocalBroker, tmp_path: Path, store: Store) -> None:
+    events: list[tuple[str, dict[str, Any]]] = []
+    async with contextlib.AsyncExitStack() as stack:
+        async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as group:
+            serving = group.create_task(
+                serve(settings(mosquitto, tmp_path / "server"), TASK, store, lambda *event: events.append(event))
+            )
+            devices = await learners(stack, mosquitto, tmp_path)
+        summary = serving.result()
+        for device in devices:  # the last verdicts have left before the coordinator did
+            for order in device.orders:
+                assert (await device.ack(order.id)).accepted
+            assert [o.step for o in device.orders] == ["train", "train", "install"]
+
+    assert json.loads((tmp_path / "server" / "summary.json").read_bytes()) == json.loads(json.dumps(summary))
+    assert (summary["round"], summary["done"], summary["selection"]) == (2, True, {"a": 2, "b": 2})
+    assert sorted(summary["installed"]) == ["a", "b"]
+    assert summary["bytes_up"] > 0 < summary["bytes_down"]
+    assert summary["refused"] == {}
+    assert summary["devices"] == {"a": "online", "b": "online"}
+    assert len(summary["round_s"]) == 3
+    assert summary["wall_s"] > 0
+    assert [name for name, _ in events if name in {"round_begun", "round_done"}] == ["round_begun", "round_done"] * 3
+    assert {e.status for n in (1, 2, 3) for e in store.entries(n)} == {OrderStatus.ACCEPTED}
+
+    # w = 3 (the seed) + 2 rounds of (1 + 3) / 2, and of all tensors only that is left.
+    state = final(store)
+    w = codecs.decode(store.blobs.get(state.model.digest), Codec.FLOAT32, LAYOUT)
+    np.testing.assert_allclose(w.params, 3 + 2 * 2, rtol=1e-5)
+    assert list(store.blobs) == [state.model.digest]
+
+
+async def test_stopped_in_mid_round_and_served_again(mosquitto: LocalBroker, tmp_path: Path, store: Store) -> None:
+    """Every report is accepted once, each device does each order once, the end is that of an undisturbed run."""
+    wanted = settings(mosquitto, tmp_path / "server")
+    async with contextlib.AsyncExitStack() as stack, asyncio.timeout(WAIT_S):
+        first = asyncio.create_task(serve(wanted, TASK, store, quiet))
+        a, b = await learners(stack, mosquitto, tmp_path)
+        b.held = frozenset({2})
+        await b.order("train", count=2)
+        await a.ack((await a.order("train", count=2)).id)
+        first.cancel()
+        await asyncio.wait([first])
+        half = {e.order.device_id: e.status for e in store.entries(2)}
+        assert half == {"a": OrderStatus.ACCEPTED, "b": OrderStatus.OPEN}
+        digest = digest_of(codecs.encode({"w": np.full(3, a.value, np.float32)}, Codec.INT8))
+        (lost := store.blobs.path(digest)).rename(tmp_path / "lost")
+        with pytest.raises(StoreError, match=f"lacks 1 of the tensors .*{digest}"):
+            await serve(wanted, TASK, store, quiet)
+        (tmp_path / "lost").rename(lost)
+        b.held = frozenset()
+        summary = await serve(wanted, TASK, store, quiet)
+    assert summary["selection"] == {"a": 2, "b": 2}
+    assert {e.status for n in (1, 2, 3) for e in store.entries(n)} == {OrderStatus.ACCEPTED}
+    assert len(a.done) == len(b.done) == 3
+    w = codecs.decode(store.blobs.get(final(store).model.digest), Codec.FLOAT32, LAYOUT)
+    np.testing.assert_allclose(w.params, 3 + 2 * 2, rtol=1e-5)
+
+
+async def test_a_federation_that_is_done_is_left_as_it_is(mosquitto: LocalBroker, tmp_path: Path, store: Store) -> None:
+    wanted = settings(mosquitto, tmp_path / "server", rounds=0, devices=2)
+    async with contextlib.AsyncExitStack() as stack, asyncio.timeout(WAIT_S), asyncio.TaskGroup() as group:
+        group.create_task(serve(wanted, TASK, store, quiet))
+        await learners(stack, mosquitto, tmp_path)
+    before = store.state()
+    events: list[tuple[str, dict[str, Any]]] = []
+    nowhere = msgspec.structs.replace(wanted, broker="localhost:1")
+    async with asyncio.timeout(WAIT_S):
+        again = await serve(nowhere, TASK, store, lambda *event: events.append(event))
+    assert again["done"]
+    assert events == [("finished", {"rounds": 0, "bundles": 2})]
+    assert store.state() == before
+
+
+async def test_a_run_that_ended_goes_on_with_more_rounds_and_ends_again(
+    mosquitto: LocalBroker, tmp_path: Path, store: Store
+) -> None:
+    wanted = settings(mosquitto, tmp_path / "server")
+    async with contextlib.AsyncExitStack() as stack, asyncio.timeout(WAIT_S):
+        first = asyncio.create_task(serve(wanted, TASK, store, quiet))
+        devices = await learners(stack, mosquitto, tmp_path)
+        assert (await first)["round"] == 2
+        more = settings(mosquitto, tmp_path / "server", rounds=3)
+        for _ in "goes on", "is done":
+            summary = await serve(more, TASK, store, quiet)
+            assert (summary["round"], summary["rounds"], summary["done"]) == (4, 4, True)
+            assert summary["selection"] == {"a": 3, "b": 3}
+            for device in devices:
+                assert [o.step for o in device.orders] == ["train", "train", "install", "train", "install"]
+        with pytest.raises(ConfigError, match="rounds was 3, is 2"):
+            await serve(wanted, TASK, store, quiet)
+    assert [line.round for line in final(store).history] == [1, 2, 4]
+    w = codecs.decode(store.blobs.get(final(store).model.digest), Codec.FLOAT32, LAYOUT)
+    np.testing.assert_allclose(w.params, 3 + 3 * 2, rtol=1e-5)
+
+
+def test_more_rounds_only_where_the_method_has_them_and_between_two_ends(tmp_path: Path, store: Store) -> None:
+    start(settings(None, tmp_path), TASK, store)
+
+    def longer(round_: int, *, method: str = "fedavg", **changes: Any) -> Length:
+        wanted = settings(None, tmp_path, rounds=5, method=method, **changes)
+        before, length = length_of(wanted, store)
+        made = method_of(before, TASK, last=length.last)
+        state = msgspec.structs.replace(made.init(LAYOUT, BlobRef(digest="0" * 64, size_bytes=1)), round=round_)
+        return prolonged(wanted, length, made, state, store)
+
+    assert [longer(n) for n in (1, 2, 3, 7)] == [Length(total=5, last=n) for n in (5, 5, 6, 10)]
+    with pytest.raises(ConfigError, match="--dp-epsilon is what all rounds may spend together"):
+        longer(1, dp_epsilon=1.0)
+    with pytest.raises(ConfigError, match="local has no rounds"):
+        longer(1, method="local")
+    store.begin_round(3, [], now=1.0)
+    with pytest.raises(ConfigError, match="let that end with --rounds 2, then go on"):
+        longer(2)
+
+
+@pytest.mark.parametrize("change", [{"seed": 4}, {"method": "fedge"}, {"rounds": 9}])
+def test_a_folder_of_another_federation_is_refused(tmp_path: Path, store: Store, change: dict[str, Any]) -> None:
+    start(settings(None, tmp_path), TASK, store)
+    with pytest.raises(ConfigError, match="another federation"):
+        start(settings(None, tmp_path, **change), TASK, store)
+
+
+def test_the_first_model_is_made_once(tmp_path: Path, store: Store, no_torch: list[int]) -> None:
+    layout, ref = start(settings(None, tmp_path), TASK, store)
+    assert task_spec(str(tmp_path / "task.json")) == TASK, "for the devices"
+    assert layout == LAYOUT
+    assert isinstance(ref, BlobRef)
+    first = codecs.decode(store.blobs.get(ref.digest), ref.codec, layout)
+    np.testing.assert_array_equal(unflatten(first, layout)["w"], np.full(3, 3, np.float32))
+    assert start(settings(None, tmp_path), TASK, store) == (layout, ref)
+    assert no_torch == [3]
+
+
+def test_settings_reach_the_method_and_the_transport(tmp_path: Path) -> None:
+    wanted = settings(
+        None, tmp_path, local_steps=7, learning_rate=0.5, codec=Codec.FLOAT32, min_reports=2, username="u"
+    )
+    method = wanted.for_method()
+    assert (method.rounds, method.seed, method.min_reports, method.codec) == (2, 3, 2, Codec.FLOAT32)
+    assert (method.sgd.steps, method.sgd.learning_rate) == (7, 0.5)
+    broker = wanted.at(wanted.broker)
+    assert (broker.host, broker.port, broker.username) == ("localhost", 1883, "u")
+
+
+def test_options_reach_the_method_and_make_another_federation(tmp_path: Path, store: Store) -> None:
+    values = settings(None, tmp_path, method="fedprox")
+    assert method_of(values, TASK, {"proximal_mu": 0.3}).settings.options == {"proximal_mu": 0.3}
+    kept = start(values, TASK, store, {"proximal_mu": 0.3})
+    assert start(values, TASK, store, {"proximal_mu": 0.3}) == kept
+    with pytest.raises(ConfigError, match="another federation"):
+        start(values, TASK, store, {"proximal_mu": 0.1})
+
+
+def test_the_reserved_set_reaches_the_method(tmp_path: Path) -> None:
+    task = task_spec("digits")
+    values = settings(None, tmp_path, method="fedcoe")
+    with pytest.raises(ConfigError, match="--server-data"):
+        method_of(values, task)
+    np.savez(tmp_path / "r.npz", x=np.full((30, 8, 8), 16.0), y=np.arange(30) % 10)
+    method = method_of(msgspec.structs.replace(values, server_data=tmp_path / "r.npz"), task)
+    assert sorted(method.server_data.y.tolist()) == sorted((np.arange(30) % 10).tolist())
+    np.testing.assert_allclose(method.server_data.x, (1 - 0.3053) / 0.3761, rtol=1e-5)
+
+
+def test_who_trained_or_was_there_at_the_end_and_has_no_bundle_is_named(tmp_path: Path, store: Store) -> None:
+    method = method_of(settings(None, tmp_path, rounds=1), TASK)
+    state = FedAvgState(
+        round=2,
+        layout=LAYOUT,
+        model=BlobRef(digest="0" * 64, size_bytes=1),
+        participations={"left": 1, "well": 1},
+        installed={"well": Installed(release=1)},
+    )
+    store.begin_round(2, (Device("well", 5), Device("there", 5)), 0.0)
+    assert without_bundle(method, state, store) == ["left", "there"]
+    assert without_bundle(method, msgspec.structs.replace(state, round=1), store) == [], "it has not come to its end"
+
+
+def test_a_method_without_cold_start_serves_no_late_joiners(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="fedge and fedcoe have"):
+        method_of(settings(None, tmp_path, method="fedavg", late_joiners=True), task_spec("digits"))
+
+
+def test_a_gpu_is_asked_for_only_where_the_server_trains_and_has_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(ConfigError, match="trains no network on the server"):
+        method_of(settings(None, tmp_path, method="fedavg", train_on=Processor.CUDA), task_spec("digits"))
+    np.savez(tmp_path / "r.npz", x=np.zeros((20, 8, 8)), y=np.arange(20) % 10)
+    values = settings(None, tmp_path, method="fedcoe", train_on=Processor.CUDA, server_data=tmp_path / "r.npz")
+    with pytest.raises(ConfigError, match="finds no GPU here"):
+        method_of(values, task_spec("digits"))
+
+
+async def test_a_broker_that_refuses_us_ends_it(mosquitto_program: str, tmp_path: Path, store: Store) -> None:
+    """Mosquitto with a password file and no password given."""
+    from fedge.commands.broker import free_port
+
+    port = free_port("127.0.0.1")
+    config = tmp_path / "mosquitto.conf"
+    config.write_text(f"listener {port} 127.0.0.1\nallow_anonymous false\n")
+    process = await asyncio.create_subprocess_exec(
+        mosquitto_program, "-c", str(config), stderr=asyncio.subprocess.DEVNULL
+    )
+    try:
+        wanted = msgspec.structs.replace(settings(None, tmp_path), broker=f"127.0.0.1:{port}")
+        with pytest.raises(TransportError, match="Not authorized"):
+            async with asyncio.timeout(WAIT_S):
+                await serve(wanted, TASK, store, quiet)
+    finally:
+        process.terminate()
+        await process.wait()
+
+
+def test_what_will_lock_everybody_out_is_told_long_before(tmp_path: Path) -> None:
+    authority = Authority(tmp_path / "f")
+    values = msgspec.structs.replace(settings(None, tmp_path), identity=authority.folder / "coordinator")
+    assert expiring(values) == []
+    authority.ago = dt.timedelta(days=280)
+    authority.issuer.publish_revoked()
+    (told,) = expiring(values)
+    assert "list of revoked certificates" in told
+    assert "expires in 84 days" in told
+    assert "run `fedge provision renew`" in told
+    (authority.folder / "coordinator" / "own.crt").unlink()
+    assert "own.crt holds no certificate" in expiring(values)[0]
+    assert expiring(settings(None, tmp_path)) == []
+
+
+class Failing(Learner):
+    """Fails each order."""
+
+    async def _answer(self, order: Order) -> None:
+        await self.report(order, Failed(why=Why.ERROR, reason="its own business"))
+
+
+async def test_a_run_in_which_no_update_came_ends_before_anything_is_installed(
+    mosquitto: LocalBroker, tmp_path: Path, store: Store
+) -> None:
+    """Started again, it says the same at once, and that more rounds go on; they do."""
+    wanted = settings(mosquitto, tmp_path / "server", devices=1)
+    async with Failing(mosquitto, "cam1", tmp_path) as device, asyncio.timeout(WAIT_S):
+        await device.appear("2", task=TASK)
+        with pytest.raises(FruitlessError, match=r"none of 2 orders to train brought an update.*its own") as caught:
+            await serve(wanted, TASK, store, quiet)
+        assert {order.step for order in device.orders} == {"train"}
+    kept = read_summary(tmp_path / "server")
+    assert kept["failed"] == str(caught.value)
+    assert headline(kept).startswith("failed: nothing was learned in 2 rounds")
+    with pytest.raises(FruitlessError) as again:
+        await serve(wanted, TASK, store, quiet)
+    assert str(again.value) == (
+        f"{caught.value}; to go on with this federation, start it with more rounds than 2 (--rounds)"
+    )
+    longer = settings(None, tmp_path / "server", devices=1, rounds=3)
+    assert resumed(longer, TASK, store, {})[0].last == 3
+
+
+@pytest.mark.parametrize("what", ["state", "start", "length", "identity"])
+def test_a_store_that_holds_garbage_is_an_error_that_says_what_to_do(tmp_path: Path, store: Store, what: str) -> None:
+    """As a backup may, or a disk."""
+    wanted = settings(None, tmp_path / "server")
+    resumed(wanted, TASK, store, {})
+    if what == "state":
+        store._change(lambda db: db.execute("INSERT INTO states (round, body) VALUES ($1, $2)", 1, b"garbage"))
+    else:
+        store.keep(what, "garbage")
+    with pytest.raises(
+        StoreError, match=r"server holds of the run cannot be read; restore another backup, or begin anew"
+    ):
+        resumed(wanted, TASK, store, {})

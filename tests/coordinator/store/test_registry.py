@@ -1,0 +1,300 @@
+"""Who counts as a device, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+
+import pytest
+
+from coordinator.store.records import Device
+from coordinator.store.registry import MAX_DEVICES, Registry
+from fedge.errors import ProtocolError
+from fedge.wire.messages import Capabilities, Context, Health, Phase, Presence, SiteDevice, Status
+
+NOW = 1e9
+
+
+def status(
+    device: str = "a", presence: Presence = Presence.ONLINE, incarnation: str = "1", **changes: object
+) -> Status:
+    values: dict[str, object] = {"task_fingerprint": "t", "n_samples": 5}
+    return Status(device_id=device, incarnation=incarnation, presence=presence, **(values | changes))
+
+
+def here(*ids: str) -> Registry:
+    registry = Registry("t")
+    for i in ids:
+        registry.on_status(i, status(i))
+        registry.on_context(i, Context(device_id=i), NOW)
+    return registry
+
+
+def test_devices_are_those_online_by_ascending_id_with_the_context_that_is_known() -> None:
+    registry = here("b", "a")
+    registry.on_status("c", status("c"))
+    known = (
+        Device("a", 5, Context(device_id="a"), incarnation="1"),
+        Device("b", 5, Context(device_id="b"), incarnation="1"),
+    )
+    assert registry.online() == (*known, Device("c", 5, None, incarnation="1"))
+    registry.on_context("c", Context(device_id="c", load=0.5), NOW)
+    assert registry.online() == (*known, Device("c", 5, Context(device_id="c", load=0.5), incarnation="1"))
+
+
+def test_what_steps_a_device_knows_and_what_bundle_it_had_are_what_its_status_says() -> None:
+    registry = Registry("t")
+    registry.on_status("a", status(release=4, capabilities=Capabilities(trains=True, steps={"train": 1})))
+    (device,) = registry.online()
+    assert (device.steps, device.release) == ({"train": 1}, 4)
+
+
+@pytest.mark.parametrize("presence", [Presence.OFFLINE, Presence.SLEEPING])
+def test_a_device_that_left_is_not_asked(presence: Presence) -> None:
+    registry = here("a", "b")
+    assert not registry.on_status("a", status(presence=presence))
+    assert [d.id for d in registry.online()] == ["b"]
+    assert registry.presence() == {"a": presence, "b": Presence.ONLINE}
+
+
+def test_every_birth_is_told_even_of_the_same_incarnation() -> None:
+    """It may come back to a broker that has forgotten what it was sent."""
+    registry = here("a")
+    assert registry.on_status("a", status())
+    assert registry.on_status("a", status(incarnation="2"))
+    registry.on_status("a", status(presence=Presence.SLEEPING, incarnation="2"))
+    assert registry.on_status("a", status(incarnation="2"))
+
+
+def test_a_status_that_only_tells_of_a_new_bundle_is_no_birth() -> None:
+    """Otherwise its order would be sent again, and its report repeated, at the end of each federation."""
+    registry = here("a")
+    assert not registry.on_status("a", status(release=1))
+    assert registry.online()[0].release == 1
+    assert registry.on_status("a", status(release=1))
+
+
+def test_a_connection_that_comes_back_makes_no_device_another_one() -> None:
+    """The broker tells a coordinator that reconnects, or is started again, all retained statuses once more."""
+    registry = here("a")
+    before = registry.online()
+    registry.on_status("a", status())
+    registry.on_status("a", status(presence=Presence.OFFLINE))
+    registry.on_status("a", status())
+    assert registry.online() == before
+    assert here("a").online() == before
+    registry.on_status("a", status(incarnation="2"))
+    assert registry.online() != before
+
+
+def test_the_last_will_of_an_earlier_life_is_ignored() -> None:
+    registry = here("a")
+    registry.on_status("a", status(incarnation="2"))
+    registry.on_status("a", status(presence=Presence.OFFLINE, incarnation="1"))
+    assert registry.presence() == {"a": Presence.ONLINE}
+    registry.on_status("a", status(presence=Presence.OFFLINE, incarnation="2"))
+    assert registry.presence() == {"a": Presence.OFFLINE}
+
+
+def test_a_device_that_cannot_train_is_not_asked() -> None:
+    registry = here("a", "b")
+    registry.on_status("a", status(capabilities=Capabilities(trains=False)))
+    assert [device.id for device in registry.online()] == ["b"]
+    (found,) = registry.inference_only()
+    assert (found.id, found.trains) == ("a", False)
+    registry.on_status("a", status(presence=Presence.SLEEPING))
+    assert registry.inference_only() == ()
+
+
+def test_stored_contexts_count_until_there_are_new_ones() -> None:
+    registry = Registry("t", {"a": Context(device_id="a", load=1.0)})
+    registry.on_status("a", status())
+    assert registry.online()[0].context == Context(device_id="a", load=1.0)
+    registry.on_context("a", Context(device_id="a", load=2.0), NOW)
+    assert registry.online()[0].context == Context(device_id="a", load=2.0)
+
+
+@pytest.mark.parametrize(
+    ("topic_id", "message", "name"),
+    [
+        ("b", status("a"), "foreign-id"),
+        ("a", status("a", task_fingerprint="other"), "task-mismatch"),
+        ("b", Context(device_id="a"), "foreign-id"),
+        ("x", Context(device_id="x"), "unknown-device"),
+    ],
+)
+def test_refusals_change_nothing(topic_id: str, message: Status | Context, name: str) -> None:
+    registry = here("a")
+    before = registry.online(), registry.presence()
+    take = registry.on_status if isinstance(message, Status) else partial(registry.on_context, now=NOW)
+    with pytest.raises(ProtocolError) as caught:
+        take(topic_id, message)
+    assert caught.value.name == name
+    assert (registry.online(), registry.presence()) == before
+
+
+def test_clocks_that_differ_by_more_than_a_minute_are_told() -> None:
+    registry = Registry("t")
+    for device, at in (("a", NOW + 60), ("b", NOW + 61), ("c", NOW - 365 * 86400), ("d", None)):
+        registry.on_status(device, status(device))
+        registry.on_context(device, Context(device_id=device, at=at), NOW)
+    assert registry.wrong_clocks() == {"b": 61, "c": -365 * 86400}
+    registry.on_context("c", Context(device_id="c", at=NOW), NOW)
+    assert registry.wrong_clocks() == {"b": 61}, "it was set"
+
+
+def test_known_devices_and_those_that_are_there_find_a_place_among_invented_names() -> None:
+    registry = Registry("t", {"of the last round": None})
+    present = [f"p{k}" for k in range(MAX_DEVICES - 2)]
+    for i in present:
+        registry.on_status(i, status(i))
+    for i in ("x", "y"):
+        registry.on_status(i, status(i, presence=Presence.SLEEPING))
+    with pytest.raises(ProtocolError, match="too-many-devices"):
+        registry.on_status("z", status("z", presence=Presence.SLEEPING))
+    for i in ("a", "b", "of the last round"):
+        registry.on_status(i, status(i))
+    assert set(registry.presence()) == {*present, "a", "b", "of the last round"}
+    with pytest.raises(ProtocolError, match="too-many-devices"):
+        registry.on_status("c", status("c"))
+
+
+def test_invented_names_do_not_fill_the_memory() -> None:
+    registry = here("a", *(f"p{k}" for k in range(MAX_DEVICES - 1)))
+    with pytest.raises(ProtocolError, match="too-many-devices"):
+        registry.on_status("c", status("c"))
+    assert registry.on_status("a", status())
+
+
+async def test_a_late_joiner_has_no_bundle_and_was_not_asked_in_this_incarnation() -> None:
+    registry = here("a", "equipped")
+    tried = {"a": "1"}
+    for changed in (status("a", incarnation="2"), status("b", capabilities=Capabilities(trains=False))):
+        waiting = asyncio.create_task(registry.wait_for_late_joiner(tried, {"equipped"}))
+        for still_the_same in (status("a", incarnation=tried["a"]), status("equipped", incarnation="2")):
+            registry.on_status(still_the_same.device_id, still_the_same)
+            await asyncio.sleep(0)
+            assert not waiting.done()
+        registry.on_status(changed.device_id, changed)
+        await waiting
+        tried = {device.id: device.incarnation for device in (*registry.online(), *registry.inference_only())}
+    assert tried == {"a": "2", "b": "1", "equipped": "2"}
+
+
+async def test_waiting_ends_when_enough_are_there() -> None:
+    registry = here("a")
+    waiting = asyncio.create_task(registry.wait_for(2))
+    heard = asyncio.create_task(registry.heard_of({"a", "b"}))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    registry.on_status("b", status("b"))
+    await heard
+    assert [d.id for d in await waiting] == ["a", "b"]
+
+
+def health(device: str = "a", *, drift: bool, release: int = 1) -> Health:
+    return Health(device_id=device, at=1.0, phase=Phase.SERVING, release=release, drift=drift)
+
+
+def test_a_device_that_drifts_counts_as_another_one_once_for_each_bundle() -> None:
+    registry = here("a", "b")
+    seen = []
+    for drift, release in ((False, 1), (True, 1), (True, 1), (False, 1), (True, 1), (True, 2)):
+        registry.on_health("a", health(drift=drift, release=release))
+        a, b = registry.online()
+        assert (a.drift, b) == (drift, Device("b", 5, Context(device_id="b"), incarnation="1"))
+        seen.append(a.incarnation)
+    calm, drifting, new = seen[0], seen[1], seen[5]
+    assert seen == [calm, drifting, drifting, calm, drifting, new]
+    assert len({calm, drifting, new}) == 3
+
+
+async def test_drift_is_reason_enough_to_ask_a_device_again() -> None:
+    registry = here("a")
+    waiting = asyncio.create_task(registry.wait_for_late_joiner({"a": "1"}, {"a"}))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    registry.on_health("a", health(drift=True))
+    async with asyncio.timeout(300):
+        await waiting
+
+
+def test_nobody_says_for_another_that_it_drifts() -> None:
+    registry = here("a", "b")
+    with pytest.raises(ProtocolError, match="foreign-id"):
+        registry.on_health("b", health(drift=True))
+    assert not any(device.drift for device in registry.online())
+
+
+def test_drift_that_is_told_before_the_birth_is_remembered() -> None:
+    registry = Registry("t")
+    registry.on_health("a", health(drift=True))
+    registry.on_status("a", status())
+    assert [device.drift for device in registry.online()] == [True]
+
+
+def test_two_agents_of_one_id_are_noticed_and_any_of_their_wills_counts() -> None:
+    registry = here("a")
+    registry.on_status("a", status("a", incarnation="2"))
+    assert not registry.is_twice("a")  # it was started again
+    registry.on_status("a", status("a", incarnation="1"))
+    assert registry.is_twice("a")
+    registry.on_status("a", status("a", incarnation="2"), 30.0)
+    registry.on_status("a", status("a", incarnation="1"), 60.0)
+    registry.on_status("a", status("a", incarnation="1"), 70.0)
+    assert registry.twins("a") == {"1": 60.0, "2": 30.0}
+    registry.on_status("a", status("a", Presence.OFFLINE, incarnation="2"))
+    assert registry.presence() == {"a": Presence.OFFLINE}
+    registry.on_status("a", status("a", incarnation="3"))
+    assert not registry.is_twice("a")
+    assert registry.presence() == {"a": Presence.ONLINE}
+
+
+def test_who_said_something_older_than_what_is_known_may_be_two() -> None:
+    registry = here("a")
+    registry.doubt("a")
+    registry.doubt("unknown")
+    registry.on_status("a", status("a", Presence.OFFLINE, incarnation="0"))
+    assert registry.presence() == {"a": Presence.OFFLINE}
+
+
+def test_who_is_forgotten_is_no_device_any_more() -> None:
+    registry = here("a", "b")
+    assert registry.incarnation("a") == "1"
+    registry.forget("a")
+    registry.forget("unknown")
+    assert [device.id for device in registry.online()] == ["b"]
+    assert registry.incarnation("a") is None
+    assert not registry.knows("a")
+
+
+def test_the_devices_behind_a_relay_are_devices_and_the_relay_is_none() -> None:
+    registry = here("z", "s.taken")
+    behind = (
+        SiteDevice("d1", 7, "i", True, False, 2),
+        SiteDevice("d2", 0, "i", False, True, 0, ("labels",)),
+        SiteDevice("taken", 1, "i", True, False, 0),
+        SiteDevice("d" * 62, 1, "i", True, False, 0),
+    )
+    assert registry.on_status("s", status("s", site=behind))
+    assert [device.id for device in registry.online()] == ["s.d1", "s.taken", "z"], "no name is taken, or too long"
+    assert registry.online()[0] == Device("s.d1", 7, None, "i", release=2, via="s")
+    assert registry.inference_only() == (
+        Device("s.d2", 0, None, "i", trains=False, drift=True, withholds=("labels",), via="s"),
+    )
+    assert registry.behind_relays() == dict.fromkeys(("s.d1", "s.d2"), Presence.ONLINE)
+    assert not registry.on_status("s", status("s", site=behind[:1])), "others behind it: that it is there is no news"
+    registry.leave_out({"s"})
+    assert [device.id for device in registry.online()] == ["s.taken", "z"], "a relay in quarantine is out with its site"
+    assert registry.inference_only() == ()
+    registry.leave_out(())
+    registry.on_status("s", status("s", Presence.OFFLINE, site=behind))
+    assert [device.id for device in registry.online()] == ["s.taken", "z"]
+
+
+def test_where_there_can_be_no_relays_they_are_refused_with_the_reason() -> None:
+    registry = Registry("t", no_relays="it needs single updates")
+    with pytest.raises(ProtocolError, match="no-relays: s is a relay, and its devices are left out: it needs single"):
+        registry.on_status("s", status("s", site=()))
+    registry.on_context("s", Context(device_id="s"), NOW)
+    assert registry.online() == ()

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.default_method import ablated
+from benchmarks.steps.ablated_gate import FitAblatedGate
+from deploy import load
+from fedge.steps.contract import Failed
+from fedge.steps.mixture.install import Installed
+from fedge.steps.training.train import Start
+from fedge.wire.messages import Role
+from tests.support.candidates import FIT_ENERGY, FIT_WEIGHTS, WITH_LOCAL, WITHOUT_LOCAL, Mixing, fit_gate
+from tests.support.orders import device_data, manifest_of, roles_of
+
+
+def test_the_whole_personalisation_ends_in_a_bundle_that_predicts(tmp_path: Path) -> None:
+    here = Mixing(tmp_path).fitted()
+    for action in (FIT_WEIGHTS, FIT_ENERGY):
+        assert not isinstance(here.does(action), Failed)
+    for release, pooled in {1: WITH_LOCAL, 2: WITHOUT_LOCAL}.items():
+        installed = here.does(fit_gate(pooled), f"gate-{release}")
+        assert isinstance(installed, Installed), installed
+        assert installed.release == release
+        assert set(pooled) <= set(roles_of(tmp_path, installed))
+        assert manifest_of(tmp_path, installed).max_abs_diff < 1e-4
+        runtime = load(tmp_path / "bundles" / str(release))
+    x, y = here.worker.data.validation
+    assert np.mean(runtime.predict(x).class_index == y) > 0.7
+
+
+@pytest.mark.parametrize("trains_gate", [True, False])
+def test_without_the_gate_the_weights_are_the_same_for_every_sample(tmp_path: Path, trains_gate: bool) -> None:
+    here = Mixing(tmp_path).fitted()
+    installed = here.does(ablated(FitAblatedGate, fit_gate(beta=0.0), trains_gate=trains_gate))
+    assert isinstance(installed, Installed), installed
+    spread = np.ptp(load(tmp_path / "bundles" / "1").predict(here.worker.data.x_val).weights, axis=0).max()
+    assert spread > 1e-3 if trains_gate else spread < 1e-6
+
+
+def test_the_final_fit_changes_the_private_and_the_local_model_alone(tmp_path: Path) -> None:
+    here = Mixing(tmp_path).fitted()
+    for refits in (False, True):
+        installed = here.does(ablated(FitAblatedGate, fit_gate(), guards=False, refits=refits), f"gate-{refits}")
+        assert isinstance(installed, Installed), installed
+    plain, final = (load(tmp_path / "bundles" / name).manifest.candidates for name in ("1", "2"))
+    assert {a.role for a, b in zip(plain, final, strict=True) if a.part != b.part} == {Role.PRIVATE, Role.LOCAL}
+
+
+def test_a_damaged_mixture_is_guarded_by_the_local_model_that_the_pool_left_out(tmp_path: Path) -> None:
+    here = Mixing(tmp_path, device_data(60, 30), experts=0)
+    damaged = here.blobs.model(1, scale=200.0)
+    fit = here.fit.__class__(
+        global_model=damaged, experts=(Start(model=damaged, cluster=0),), initial_model=here.blobs.model(0),
+        sgd=here.fit.sgd, local_steps=60,
+    )  # fmt: skip
+    here.does(fit)
+    installed = here.does(fit_gate({Role.GLOBAL: 1.0}))
+    assert isinstance(installed, Installed), installed
+    assert manifest_of(tmp_path, installed).fusion.guard is not None
+    assert roles_of(tmp_path, installed) == (Role.GLOBAL, Role.LOCAL)
+    unguarded = here.does(ablated(FitAblatedGate, fit_gate({Role.GLOBAL: 1.0}), guards=False), "again")
+    assert isinstance(unguarded, Installed), unguarded
+    assert manifest_of(tmp_path, unguarded).fusion.guard is None
+    assert roles_of(tmp_path, unguarded) == (Role.GLOBAL,)
+
+
+def test_without_candidates_it_fails_and_no_release_is_used_up(tmp_path: Path) -> None:
+    here = Mixing(tmp_path)
+    assert isinstance(here.does(fit_gate()), Failed)
+    assert not (tmp_path / "bundles").exists()
+    installed = here.fitted().does(fit_gate(), "again")
+    assert isinstance(installed, Installed)
+    assert installed.release == 1

@@ -1,0 +1,74 @@
+import msgspec
+import pytest
+
+from fedge.data.task import Preprocessing, TaskSpec
+
+TASK = TaskSpec(name="t", classes=("a", "b"), input_shape=(4,), model="mlp", model_options={"hidden": 3, "bias": True})
+
+
+def test_number_of_classes() -> None:
+    assert TASK.n_classes == 2
+
+
+def test_equal_tasks_have_equal_fingerprints_whatever_the_order_of_their_options() -> None:
+    same = msgspec.structs.replace(TASK, model_options={"bias": True, "hidden": 3})
+    assert same.fingerprint() == TASK.fingerprint()
+    assert len(TASK.fingerprint()) == 16
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"name": "u"},
+        {"classes": ("b", "a")},
+        {"input_shape": (2, 2)},
+        {"model": "cnn"},
+        {"model_options": {"hidden": 4, "bias": True}},
+        {"preprocessing": Preprocessing(scale=255.0)},
+        {"preprocessing": Preprocessing(image_mode="L")},
+    ],
+)
+def test_any_change_changes_the_fingerprint(change: dict[str, object]) -> None:
+    assert msgspec.structs.replace(TASK, **change).fingerprint() != TASK.fingerprint()
+
+
+def test_a_task_survives_json() -> None:
+    columns = Preprocessing(mean=(101349.00000000001, 0.1, 0.0, 1 / 3), std=(1.0, 0.2, 5e-324, 1.0))
+    for task in (TASK, msgspec.structs.replace(TASK, preprocessing=columns)):
+        assert msgspec.json.decode(msgspec.json.encode(task), type=TaskSpec) == task
+
+
+def test_a_task_of_version_0_1_is_read_and_has_the_fingerprint_that_it_had() -> None:
+    text = (
+        b'{"name":"arrays","classes":["0","1"],"input_shape":[4],"model":"mlp","model_options":{},'
+        b'"preprocessing":{"scale":1.0,"mean":101300,"std":1.228,"image_mode":null}}'
+    )
+    task = msgspec.json.decode(text, type=TaskSpec)
+    assert (task.preprocessing.mean, task.preprocessing.std) == (101300.0, 1.228)
+    assert task.fingerprint() == "b547269c638d072f"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        b'"classes":["a"]',
+        b'"input_shape":[]',
+        b'"input_shape":[1,2,3,4]',
+        b'"unknown":1',
+        b'"preprocessing":{"std":0}',
+        b'"preprocessing":{"mean":[0,1]}',
+        b'"preprocessing":{"std":[1,1,1,0]}',
+    ],
+)
+def test_a_task_that_cannot_be_is_refused(change: bytes) -> None:
+    text = b'{"name":"t","model":"mlp","classes":["a","b"],"input_shape":[4],' + change + b"}"
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.json.decode(text, type=TaskSpec)
+
+
+@pytest.mark.parametrize("changes", [{"name": "a\x1b[2J"}, {"classes": ["a", "b\x9b2J"]}, {"classes": ["a\n", "b"]}])
+def test_names_that_command_a_terminal_are_refused(changes):
+    task = {"name": "t", "classes": ["a", "é 猫"], "input_shape": [2], "model": "mlp"}
+    msgspec.convert(task, TaskSpec)
+    with pytest.raises(msgspec.ValidationError, match="regex"):
+        msgspec.convert(task | changes, TaskSpec)

@@ -1,0 +1,1084 @@
+"""Transfers: the core under any order, loss and duplication; the shells over real brokers and after kill -9."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import logging
+import os
+import re
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from itertools import pairwise
+from pathlib import Path
+
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedge.errors import ProtocolError, StoreError
+from fedge.system.files import BlobFolder, digest_of
+from fedge.wire.messages import BlobRef, Want, decode
+from fedge.wire.topics import Topics
+from fedge.wire.transfer import (
+    ASK_BYTES,
+    LEAST_CHUNK,
+    LISTENERS,
+    MAX_LINES,
+    MAX_PIECES,
+    MAX_RANGES,
+    PART_KEPT_S,
+    SENT_BLOBS,
+    STALL_CAP_S,
+    STEP_BYTES,
+    Ranges,
+    Receiver,
+    Receiving,
+    Sender,
+    Sending,
+    _Part,
+)
+from fedge.wire.transport import LARGE_CHUNK, BrokerSettings, Inbound, Transport, Window, _Publish
+from tests.chaos.network import Network
+from tests.deploy.faults import no_room
+from tests.deploy.power import in_a_process_cut_off_at
+from tests.support.broker import local_broker, open_broker, transport
+from tests.support.waiting import until
+
+TOPICS = Topics("test")
+WAIT_S = 300.0
+
+# ------------------------------------------------------------------------------------------------------ ranges
+
+small_ranges = st.tuples(st.integers(0, 40), st.integers(0, 40)).map(sorted).map(tuple)
+
+
+def offsets(ranges) -> set[int]:
+    return {i for start, end in ranges for i in range(start, end)}
+
+
+@given(st.lists(st.tuples(st.sampled_from(["add", "remove"]), small_ranges)), small_ranges)
+def test_ranges_are_a_set_of_offsets(steps, probe):
+    ranges, model = Ranges(), set()
+    for verb, (start, end) in steps:
+        getattr(ranges, verb)(start, end)
+        model = model | offsets([(start, end)]) if verb == "add" else model - offsets([(start, end)])
+    held = list(ranges)
+    assert offsets(held) == model
+    assert ranges.n_bytes == len(model)
+    assert len(ranges) == len(held)
+    assert all(a[1] < b[0] for a, b in pairwise(held))  # disjoint, sorted, merged
+    assert offsets(ranges.overlap(*probe)) == model & offsets([probe])
+
+
+# --------------------------------------------------------------------------------------------------- receiving
+
+
+@given(st.lists(st.tuples(st.integers(1, 60), st.lists(st.integers(0, 200), max_size=6)), max_size=8))
+def test_any_order_loss_and_duplication_ends_in_the_right_bytes(rounds):
+    """A network that loses, repeats, reorders and cuts chunks as it likes, and at last behaves."""
+    blob = bytes(range(1, 201))
+    receiving, got = Receiving(len(blob)), bytearray(len(blob))
+
+    def arrive(start: int, end: int) -> None:
+        for low, high in receiving.arrived(start, end - start):
+            got[low:high] = blob[low:high]
+            receiving.stored(low, high)
+
+    for cut, picks in rounds:
+        asked = receiving.ask(ASK_BYTES)
+        chunks = [(i, min(i + cut, end)) for start, end in asked for i in range(start, end, cut)]
+        for pick in picks if chunks else ():
+            arrive(*chunks[pick % len(chunks)])
+        receiving.stalled()
+    while not receiving.complete:
+        for start, end in reversed(receiving.ask(ASK_BYTES)):
+            arrive(start, end)
+    assert bytes(got) == blob
+    assert receiving.under_way == 0
+
+
+def test_asks_for_a_part_and_for_more_when_half_of_it_came():
+    receiving = Receiving(3 * ASK_BYTES)
+    assert receiving.ask(10 * ASK_BYTES) == ((0, ASK_BYTES),)
+    assert receiving.ask(10 * ASK_BYTES) == ()
+    receiving.arrived(0, ASK_BYTES // 2)
+    receiving.stored(0, ASK_BYTES // 2)
+    assert receiving.ask(10 * ASK_BYTES) == ((ASK_BYTES, ASK_BYTES + ASK_BYTES // 2),)
+    assert receiving.under_way == ASK_BYTES
+
+
+def test_without_budget_one_chunk_is_still_asked_for():
+    receiving = Receiving(ASK_BYTES)
+    assert receiving.ask(-5) == ((0, LARGE_CHUNK),)
+
+
+def test_after_a_stall_it_begins_with_one_chunk_and_grows_again():
+    receiving = Receiving(4 * ASK_BYTES)
+    receiving.ask(ASK_BYTES)
+    patience = receiving.patience_s
+    receiving.stalled()
+    assert receiving.under_way == 0
+    assert receiving.patience_s == 2 * patience
+    assert receiving.ask(ASK_BYTES) == ((0, LARGE_CHUNK),)
+    receiving.arrived(0, LARGE_CHUNK)
+    receiving.stored(0, LARGE_CHUNK)
+    assert receiving.ask(ASK_BYTES) == ((LARGE_CHUNK, 3 * LARGE_CHUNK),)
+    for _ in range(10):
+        receiving.stalled()
+    assert receiving.patience_s == STALL_CAP_S
+
+
+def test_a_few_bytes_are_no_progress():
+    receiving = Receiving(ASK_BYTES)
+    receiving.ask(ASK_BYTES)
+    for length, advanced in ((STEP_BYTES, True), (1, False), (STEP_BYTES - 2, False), (1, True), (1, False)):
+        assert progress(receiving, length) is advanced
+    assert progress(receiving, ASK_BYTES - receiving.missing[0][0]), "all that was asked for"
+
+
+def test_chunks_as_small_as_those_that_came_are_progress():
+    """Of a broker that takes no larger ones, which the sender alone finds out; smaller ones no sender cuts."""
+    receiving = Receiving(ASK_BYTES)
+    receiving.ask(ASK_BYTES)
+    assert not progress(receiving, 1)
+    assert not progress(receiving, LEAST_CHUNK - 2)
+    assert progress(receiving, LEAST_CHUNK)
+    assert [progress(receiving, length) for length in (8192, 4096, 4096, 8191)] == [True, False, True, False]
+    assert [progress(receiving, length) for length in (LARGE_CHUNK, STEP_BYTES - 1, 1)] == [True, False, True]
+
+
+def progress(receiving: Receiving, length: int) -> bool:
+    """Whether the next bytes, in one chunk, are."""
+    start = receiving.missing[0][0]
+    receiving.arrived(start, length)
+    receiving.stored(start, start + length)
+    return receiving.advanced()
+
+
+def test_resumes_with_what_is_missing():
+    receiving = Receiving(100, have=[(0, 40), (60, 100)])
+    assert receiving.missing == ((40, 60),)
+    assert receiving.ask(ASK_BYTES) == ((40, 60),)
+
+
+def test_a_want_never_has_too_many_ranges():
+    receiving = Receiving(4 * MAX_RANGES, have=[(i, i + 1) for i in range(0, 4 * MAX_RANGES, 2)])
+    assert len(receiving.ask(ASK_BYTES)) == MAX_RANGES
+
+
+def test_chunks_of_one_byte_leave_no_more_pieces_than_can_be_looked_through():
+    size = 4 * MAX_PIECES
+    receiving = Receiving(size)
+    for offset in range(1, 2 * MAX_PIECES - 1, 2):
+        receiving.stored(*receiving.arrived(offset, 1)[0])
+    before = receiving.missing
+
+    with pytest.raises(ProtocolError) as caught:
+        receiving.arrived(size - 2, 1)
+
+    assert caught.value.name == "fragmented"
+    assert receiving.missing == before
+    assert len(before) == MAX_PIECES
+    while not receiving.complete:  # from the start of a gap on, as senders send it
+        start, end = receiving.missing[0]
+        for piece in receiving.arrived(start, min(end, start + 7) - start):
+            receiving.stored(*piece)
+
+
+def test_bytes_that_are_there_are_not_new():
+    receiving = Receiving(100, have=[(10, 20)])
+    assert receiving.arrived(0, 30) == [(0, 10), (20, 30)]
+    assert receiving.arrived(12, 5) == []
+
+
+@pytest.mark.parametrize(("offset", "length"), [(0, 0), (-1, 5), (96, 5), (100, 1), (2**60, 1)])
+def test_chunks_beyond_the_blob_are_refused(offset, length):
+    receiving = Receiving(100)
+    with pytest.raises(ProtocolError) as caught:
+        receiving.arrived(offset, length)
+    assert caught.value.name == "out-of-range"
+    assert receiving.missing == ((0, 100),)
+
+
+# ----------------------------------------------------------------------------------------------------- sending
+
+KEY, OTHER = ("digest", "chunks/+"), ("other", "chunks/+")
+
+
+def drain(sending: Sending, chunk: int) -> list[tuple[str, int, int]]:
+    out = []
+    while (found := sending.next(chunk)) is not None:
+        out.append((found[0][0], found[1], found[2]))
+    return out
+
+
+def test_overlapping_wants_are_published_once():
+    sending = Sending()
+    assert not sending.want(KEY, [(0, 60)])
+    assert not sending.want(KEY, [(30, 100)])
+    assert drain(sending, 40) == [("digest", 0, 40), ("digest", 40, 80), ("digest", 80, 100)]
+
+
+def test_what_was_published_before_waits_for_more_who_want_it():
+    sending = Sending()
+    sending.want(KEY, [(0, 50)])
+    assert drain(sending, 50) == [("digest", 0, 50)]
+    assert sending.want(KEY, [(0, 80)])
+    assert sending.want(KEY, [(20, 50)])
+    assert drain(sending, 50) == [("digest", 50, 80)]
+    sending.release(KEY)
+    assert drain(sending, 50) == [("digest", 0, 50)]
+
+
+ONE, TWO = ("one", 1), ("two", 7)
+
+
+def test_what_others_wanted_is_not_published_again_for_who_listens_already():
+    sending = Sending()
+    sending.want(KEY, [(0, 40)], ONE)
+    sending.want(KEY, [(0, 40)], TWO)
+    assert drain(sending, 40) == [("digest", 0, 40)]
+    sending.want(KEY, [(40, 80)], ONE)
+    assert drain(sending, 40) == [("digest", 40, 80)]
+    assert not sending.want(KEY, [(40, 100)], TWO)  # it lags: [40, 80) is on its way to it
+    assert drain(sending, 40) == [("digest", 80, 100)]
+
+
+@pytest.mark.parametrize("newcomer", [("three", 3), ("one", 2), None])
+def test_who_was_not_listening_is_sent_it_again(newcomer):
+    """Another device; the same one with a new subscription, or after a stall; and one that does not say."""
+    sending = Sending()
+    sending.want(KEY, [(0, 40)], ONE)
+    drain(sending, 40)
+    assert sending.want(KEY, [(0, 40)], newcomer)
+    sending.release(KEY)
+    assert drain(sending, 40) == [("digest", 0, 40)]
+
+
+def test_who_is_forgotten_is_sent_it_again():
+    sending = Sending()
+    for i in range(LISTENERS + 1):
+        sending.want(KEY, [(0, 1)], ("device", i + 1))
+    drain(sending, 1)
+    assert not sending.want(KEY, [(0, 1)], ("device", LISTENERS + 1))
+    assert sending.want(KEY, [(0, 1)], ("device", 1))
+    assert len(sending._blobs[KEY].on_the_way) == LISTENERS
+
+
+@given(st.lists(st.one_of(st.tuples(st.integers(1, 3), small_ranges), st.none())), st.integers(1, 20))
+def test_every_listener_gets_what_it_wants(steps, chunk):
+    """Since its first want; None publishes one chunk."""
+    sending, wanted, got = Sending(), {}, {}
+
+    def publish() -> bool:
+        found = sending.next(chunk)
+        for listener in got:
+            got[listener] |= offsets([found[1:]]) if found else set()
+        return found is not None
+
+    for step in steps:
+        if step is None:
+            publish()
+        else:
+            listener = ("device", step[0])
+            sending.want(KEY, [step[1]], listener)
+            wanted[listener] = wanted.get(listener, set()) | offsets([step[1]])
+            got.setdefault(listener, set())
+    sending.release(KEY)
+    while publish():
+        pass
+    assert all(wanted[listener] <= got[listener] for listener in wanted)
+
+
+def test_blobs_take_turns():
+    sending = Sending()
+    sending.want(KEY, [(0, 30)])
+    sending.want(OTHER, [(0, 20)])
+    assert [d for d, _, _ in drain(sending, 10)] == ["digest", "other", "digest", "other", "digest"]
+
+
+def test_dropped_and_unknown_blobs_are_nobodys():
+    sending = Sending()
+    sending.want(KEY, [(0, 30)])
+    sending.drop(KEY)
+    sending.drop(OTHER)
+    sending.release(OTHER)
+    assert drain(sending, 10) == []
+
+
+def test_memory_of_a_sender_is_bounded():
+    sending = Sending()
+    for i in range(5 * SENT_BLOBS):
+        sending.want((str(i), "+"), [(0, 1)])
+        drain(sending, 1)
+    assert len(sending._blobs) <= SENT_BLOBS + 1
+
+
+@pytest.mark.parametrize("served", [True, False])
+def test_wants_of_single_bytes_leave_no_more_pieces_than_can_be_looked_through(served):
+    sending, listener = Sending(), ("cam1", 1)
+    refused = []
+    for first in range(0, 6 * MAX_PIECES, 2 * MAX_RANGES):
+        wanted = [(i, i + 1) for i in range(first, first + 2 * MAX_RANGES, 2)]
+        try:
+            sending.want(KEY, wanted, listener)
+        except ProtocolError as error:
+            refused.append(error.name)
+        if served:
+            drain(sending, 1)
+        blob = sending._blobs[KEY]
+        pieces = (blob.due, blob.held, blob.published, *blob.on_the_way.values())
+        assert all(len(piece) <= MAX_PIECES + MAX_RANGES for piece in pieces)
+    assert set(refused) == (set() if served else {"fragmented"})
+
+    drain(sending, 1)
+    sending.want(KEY, [(1, 5)], listener)  # whoever it is goes on
+    sending.release(KEY)
+    assert offsets([(1, 5)]) <= offsets(chunk[1:] for chunk in drain(sending, 10))
+
+
+@given(st.lists(st.one_of(st.lists(small_ranges, max_size=3), st.none())), st.integers(1, 20))
+def test_every_want_is_served(steps, chunk):
+    """After each want there is at least one publication of each of its bytes; None publishes one chunk."""
+    sending, open_bytes = Sending(), set()
+    for wanted in steps:
+        if wanted is None:
+            sending.release(KEY)
+            found = sending.next(chunk)
+            if found is not None:
+                assert found[2] - found[1] <= chunk
+                open_bytes -= offsets([found[1:]])
+        else:
+            sending.want(KEY, wanted)
+            open_bytes |= offsets(wanted)
+    sending.release(KEY)
+    for _, start, end in drain(sending, chunk):
+        open_bytes -= offsets([(start, end)])
+    assert not open_bytes
+
+
+# ---------------------------------------------------------------------------------------------- the partial file
+
+
+def a_ref(data: bytes) -> BlobRef:
+    return BlobRef(digest=digest_of(data), size_bytes=len(data))
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_partial_file_goes_on_where_it_was(tmp_path, durable):
+    data = os.urandom(1000)
+    folder = BlobFolder(tmp_path)
+    first = _Part(folder, a_ref(data), durable=durable)
+    first.write(0, data[:300], [(0, 300)])
+    first.write(500, data[500:700], [(520, 600)])
+    first.close()
+    second = _Part(folder, a_ref(data), durable=durable)
+    assert list(second.have) == [(0, 300), (520, 600)]
+    second.write(300, data[300:], [(300, 520), (600, 1000)])
+    assert second.verify_and_keep()
+    second.close()
+    assert folder.get(digest_of(data)) == data
+    assert [p.name for p in tmp_path.iterdir()] == [digest_of(data)]
+
+
+@pytest.mark.parametrize(
+    "torn", [b"0 3", b"0 300\n300 5", b"x y\n0 300\n", b"0 300\n200 1001\n", b"\n\n7\n0 300\n5 5\n"]
+)
+def test_torn_record_promises_nothing_that_is_not_there(tmp_path, torn):
+    data = os.urandom(1000)
+    folder = BlobFolder(tmp_path)
+    first = _Part(folder, a_ref(data), durable=True)
+    first.write(0, data[:300], [(0, 300)])
+    first.close()
+    (tmp_path / f"{digest_of(data)}.ranges").write_bytes(torn)
+    second = _Part(folder, a_ref(data), durable=True)
+    assert list(second.have) in ([], [(0, 300)])
+    second.close()
+
+
+def in_small_chunks(part, data, order):
+    """Every byte for itself, in some order."""
+    for i in order:
+        part.write(i, data[i : i + 1], [(i, i + 1)])
+
+
+def test_the_record_of_very_small_chunks_stays_small_and_says_the_same(tmp_path):
+    data, folder, sizes = os.urandom(3 * MAX_LINES), BlobFolder(tmp_path), []
+    record = tmp_path / f"{digest_of(data)}.ranges"
+    for begin in range(0, len(data), MAX_LINES):  # by three receivers, the latter from what it finds
+        end = begin + MAX_LINES
+        part = _Part(folder, a_ref(data), durable=False)
+        assert list(part.have) == ([(0, begin)] if begin else [])
+        for i in range(begin, end, 2048):
+            in_small_chunks(part, data, [*range(i, i + 2048, 2), *range(i + 1, i + 2048, 2)])
+            sizes.append(record.read_bytes().count(b"\n"))
+        if end < len(data):
+            part.close()
+    assert max(sizes) <= MAX_LINES + 1
+    assert part.verify_and_keep()
+    part.close()
+    assert [path.name for path in tmp_path.iterdir()] == [digest_of(data)]
+
+
+def test_cut_off_wherever_it_is_while_the_record_is_written_anew_nothing_is_promised_that_is_not_there(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr("fedge.wire.transfer.MAX_LINES", 4)
+    data = bytes(range(1, 17))
+
+    def receive(folder):
+        in_small_chunks(_Part(folder, a_ref(data), durable=True), data, [*range(0, 16, 3), *range(1, 16, 3)])
+
+    for change in itertools.count():
+        folder = BlobFolder(tmp_path / str(change))
+        cut_off = in_a_process_cut_off_at(change, functools.partial(receive, folder))
+        part = _Part(folder, a_ref(data), durable=True)
+        found = (tmp_path / str(change) / f"{digest_of(data)}.part").read_bytes()
+        assert all(found[start:end] == data[start:end] for start, end in part.have)
+        missing = set(range(16)) - {i for start, end in part.have for i in range(start, end)}
+        in_small_chunks(part, data, missing)
+        assert part.verify_and_keep()
+        part.close()
+        if not cut_off:
+            assert change > 5
+            break
+
+
+def test_record_without_its_data_is_not_believed(tmp_path):
+    data = os.urandom(1000)
+    (tmp_path / f"{digest_of(data)}.ranges").write_bytes(b"0 1000\n")
+    part = _Part(BlobFolder(tmp_path), a_ref(data), durable=True)
+    assert not part.have
+    part.close()
+    assert (tmp_path / f"{digest_of(data)}.ranges").read_bytes() == b""
+
+
+def test_what_was_written_for_a_larger_size_is_no_part_of_the_blob(tmp_path):
+    data = os.urandom(1000)
+    folder = BlobFolder(tmp_path)
+    first = _Part(folder, BlobRef(digest=digest_of(data), size_bytes=5000), durable=True)
+    first.write(4000, bytes(1000), [(4000, 5000)])
+    first.close()
+    second = _Part(folder, a_ref(data), durable=True)
+    second.write(0, data, [(0, 1000)])
+    assert second.verify_and_keep()
+    second.close()
+    assert folder.get(digest_of(data)) == data
+
+
+def test_a_partial_file_that_cannot_be_opened_leaves_no_handle(tmp_path):
+    data = os.urandom(1000)
+    (tmp_path / f"{digest_of(data)}.ranges").mkdir()
+    before = psutil.Process().num_fds()
+    with pytest.raises(IsADirectoryError):
+        _Part(BlobFolder(tmp_path), a_ref(data), durable=True)
+    assert psutil.Process().num_fds() == before
+
+
+async def test_a_cancelled_fetch_leaves_the_loop_free_while_its_bytes_reach_the_disk(tmp_path, forced):
+    data = os.urandom(1000)
+    folder = BlobFolder(tmp_path)
+    part = _Part(folder, a_ref(data), durable=True)
+    part.write(0, data, [(0, 1000)])
+    part.close()
+    begun, reached, in_time = threading.Event(), threading.Event(), []
+
+    def slowly():
+        begun.set()
+        in_time.append(reached.wait(5))
+
+    forced.before = slowly
+    receiver = Receiver(Transport(BrokerSettings("localhost"), "agent"), folder)
+    fetching = asyncio.create_task(receiver.fetch(a_ref(data), chunks="blobs/+", wants="wants", device_id="agent"))
+    assert await asyncio.to_thread(begun.wait, 30)
+    fetching.cancel()
+    asyncio.get_running_loop().call_later(0.05, reached.set)
+    await asyncio.gather(fetching, return_exceptions=True)
+    assert in_time[0]
+    assert fetching.cancelled()
+
+
+def test_closed_partial_file_is_left_alone(tmp_path):
+    data = os.urandom(1000)
+    part = _Part(BlobFolder(tmp_path), a_ref(data), durable=True)
+    part.close()
+    part.close()
+    part.write(0, data, [(0, 1000)])
+    assert not part.verify_and_keep()
+    assert digest_of(data) not in BlobFolder(tmp_path)
+
+
+@given(st.permutations(range(10)), st.integers(0, 10))
+def test_any_order_is_hashed_right(order, n_first):
+    """Also over a restart in between; and what has no gap before it is hashed before the end."""
+    data = os.urandom(1000)
+    with tempfile.TemporaryDirectory() as home:
+        folder = BlobFolder(Path(home))
+        for some in (order[:n_first], order[n_first:]):
+            part = _Part(folder, a_ref(data), durable=False)
+            for i in some:
+                part.write(100 * i, data[100 * i : 100 * i + 100], [(100 * i, 100 * i + 100)])
+            gap = next((i for i in range(10) if not part.have.overlap(100 * i, 100 * i + 1)), 10)
+            assert part._hashed == 100 * gap or not some
+            part.close()
+        last = _Part(folder, a_ref(data), durable=False)
+        assert last.verify_and_keep()
+        last.close()
+        assert folder.get(digest_of(data)) == data
+
+
+@pytest.mark.parametrize("durable", [True, False])
+async def test_only_what_must_survive_a_power_cut_is_synced(broker, tmp_path, forced, durable):
+    data = os.urandom(100_000)
+    up, down = BlobFolder(tmp_path / "up"), BlobFolder(tmp_path / "down")
+    up.put(data)
+    link = transport(broker, "agent")
+    receiver = Receiver(link, down, durable=durable)
+    synced: list[bool] = []
+    forced.before = lambda: synced.append(digest_of(data) in down)
+    async with serving(broker, up), link:
+        await fetch(receiver, a_ref(data))
+    assert synced == ([False, True] if durable else [])  # the bytes before the rename, the folder after it
+
+
+async def test_damage_of_a_power_cut_is_found_when_a_receiver_starts(broker, tmp_path, caplog):
+    folder = BlobFolder(tmp_path)
+    good, bad = folder.put(b"good"), folder.put(b"bad")
+    folder.path(bad).write_bytes(b"bax")
+    Receiver(transport(broker, "agent"), folder, durable=False)
+    assert list(folder) == [good]
+    assert f"event=damaged_blob digest={bad}" in caplog.text
+
+
+async def test_old_partial_files_are_removed(broker, tmp_path):
+    old, young = tmp_path / f"{'0' * 64}.part", tmp_path / f"{'1' * 64}.part"
+    for path in (old, young):
+        path.write_bytes(b"x")
+    os.utime(old, (0, old.stat().st_mtime - PART_KEPT_S - 60))
+    Receiver(transport(broker, "agent"), BlobFolder(tmp_path))
+    assert [p.name for p in tmp_path.iterdir() if p.suffix == ".part"] == [young.name]
+
+
+# ----------------------------------------------------------------------------------------------------- the shells
+
+
+@asynccontextmanager
+async def serving(broker, folder, *, name="sender", damage=None, lose=()) -> AsyncIterator[list[tuple[int, int]]]:
+    """A sender of `folder`; yields the list of wanted ranges. `lose`: indexes of Wants that it overhears."""
+    wanted: list[tuple[int, int]] = []
+    n_wants = 0
+    link = transport(broker, name)
+    async with link, Sender(link, damage or folder.path) as sender:
+
+        async def on_want(message: Inbound) -> None:
+            nonlocal n_wants
+            n_wants += 1
+            want = decode(message.payload, Want)
+            if n_wants - 1 in lose:
+                return
+            wanted.extend(want.ranges)
+            sender.want(want.digest, want.ranges, chunks=TOPICS.model_chunk(want.digest))
+
+        await link.subscribe(TOPICS.agent("+", "wants"), on_want)
+        yield wanted
+
+
+async def fetch(receiver: Receiver, ref: BlobRef, name: str = "agent"):
+    async with asyncio.timeout(WAIT_S):
+        return await receiver.fetch(
+            ref, chunks=TOPICS.model_chunk(ref.digest), wants=TOPICS.agent(name, "wants"), device_id=name
+        )
+
+
+@pytest.mark.parametrize("size", [1, 64 * 1024, 3_000_000])
+async def test_fetch(broker, tmp_path, size):
+    data = os.urandom(size)
+    up, down = BlobFolder(tmp_path / "up"), BlobFolder(tmp_path / "down")
+    up.put(data)
+    link = transport(broker, "agent")
+    receiver = Receiver(link, down)
+    async with serving(broker, up), link:
+        path = await fetch(receiver, a_ref(data))
+        assert path.read_bytes() == data
+        assert await fetch(receiver, a_ref(data)) == path  # there already: nobody is asked
+    assert [p.name for p in (tmp_path / "down").iterdir()] == [digest_of(data)]
+
+
+@pytest.fixture
+def packets_of(monkeypatch, mosquitto_program):
+    """Called with the largest packet of the brokers that are started."""
+    return lambda size_bytes: monkeypatch.setattr("fedge.membership.broker_configuration.MAX_PACKET_BYTES", size_bytes)
+
+
+async def test_a_broker_of_small_packets_is_asked_for_fewer_ranges(tmp_path, packets_of):
+    packets_of(4096)
+    data = os.urandom(40_000)
+    up, down = BlobFolder(tmp_path / "up"), BlobFolder(tmp_path / "down")
+    ref = a_ref(data)
+    up.put(data)
+    part = _Part(down, ref, durable=False)  # what came so far has 200 gaps
+    for i in range(0, len(data), 200):
+        part.write(i, data[i : i + 190], [(i, i + 190)])
+    part.close()
+    async with local_broker("mosquitto", tmp_path) as broker:
+        link = transport(broker, "agent")
+        receiver = Receiver(link, down)
+        async with serving(broker, up), link:
+            assert (await fetch(receiver, ref)).read_bytes() == data
+
+
+@pytest.mark.parametrize("limit", ["max_packet_size 4200", "message_size_limit 4200"])
+async def test_small_chunks_on_a_slow_link_are_no_stall(mosquitto_program, tmp_path, caplog, limit):
+    """In 3 s come 45,000 bytes. A fetch would otherwise ask again for, and be sent again, what is on its way to it."""
+    caplog.set_level(logging.INFO)
+    up, data = BlobFolder(tmp_path / "up"), os.urandom(100_000)
+    ref = BlobRef(digest=up.put(data), size_bytes=len(data))
+    async with open_broker(tmp_path, limit) as broker, Network(broker.host, broker.port) as network:
+        network.bytes_per_s = 15_000.0
+        link = Transport(BrokerSettings(network.host, network.port), "agent")
+        receiver = Receiver(link, BlobFolder(tmp_path / "down"))
+        async with serving(broker, up) as wanted, link:
+            assert (await fetch(receiver, ref)).read_bytes() == data
+    assert wanted == [(0, len(data))]
+    assert "event=stalled" not in caplog.text
+
+
+async def test_one_chunk_at_a_time_finds_out_what_a_broker_takes(mosquitto_program, tmp_path, monkeypatch):
+    """On a slow link a window full of chunks that are all refused takes minutes."""
+    sizes: list[int] = []
+
+    class Noting(Window):
+        def sent(self, packet_id: int, publish: _Publish) -> None:
+            super().sent(packet_id, publish)
+            sizes.extend([len(publish.payload)] if publish.chunk else [])
+
+    monkeypatch.setattr("fedge.wire.transport.Window", Noting)
+    up, data = BlobFolder(tmp_path / "up"), os.urandom(600_000)
+    ref = BlobRef(digest=up.put(data), size_bytes=len(data))
+    async with open_broker(tmp_path, "message_size_limit 10000") as broker:
+        link = transport(broker, "agent")
+        receiver = Receiver(link, BlobFolder(tmp_path / "down"))
+        async with serving(broker, up), link:
+            assert (await fetch(receiver, ref)).read_bytes() == data
+    assert sizes[:4] == [64 * 1024, 32 * 1024, 16 * 1024, 8 * 1024]
+    assert max(sizes[4:]) == 8 * 1024
+
+
+async def test_chunks_become_as_small_as_a_broker_takes_that_announces_no_limit(mosquitto_program, tmp_path, caplog):
+    """Mosquitto announces max_packet_size alone: of this one nobody knows until a chunk was too large."""
+    up, data = BlobFolder(tmp_path / "up"), os.urandom(300_000)
+    ref = BlobRef(digest=up.put(data), size_bytes=len(data))
+    async with open_broker(tmp_path, "message_size_limit 10000") as broker:
+        link = transport(broker, "agent")
+        receiver = Receiver(link, BlobFolder(tmp_path / "down"))
+        async with serving(broker, up), link:
+            assert (await fetch(receiver, ref)).read_bytes() == data
+    assert "event=smaller_chunks" in caplog.text
+    limits = re.findall(r"event=smaller_chunks \S+ bytes=(\d+) reason='Packet too large \(0x95\): raise", caplog.text)
+    assert int(limits[-1]) < 10_000
+    assert "event=disconnected" not in caplog.text
+
+
+async def test_several_receivers_share_the_chunks(mosquitto, tmp_path):
+    data = os.urandom(2_000_000)
+    up = BlobFolder(tmp_path / "up")
+    up.put(data)
+    names = [f"agent{i}" for i in range(8)]
+    links = [transport(mosquitto, name) for name in names]
+    receivers = [Receiver(link, BlobFolder(tmp_path / name)) for link, name in zip(links, names, strict=True)]
+    async with serving(mosquitto, up):
+        for link in links:
+            await link.__aenter__()
+        paths = await asyncio.gather(
+            *(fetch(receiver, a_ref(data), name) for receiver, name in zip(receivers, names, strict=True))
+        )
+        assert all(path.read_bytes() == data for path in paths)
+        # 8 copies for each without merging; one, and one or two more for the late, with it.
+        assert sum(link.bytes_received for link in links) < 4 * len(links) * len(data)
+        for link in links:
+            await link.__aexit__(None, None, None)
+
+
+async def test_chunks_leave_in_order(broker, tmp_path):
+    """So that a receiver can hash them as they come."""
+    data = os.urandom(6_000_000)
+    folder = BlobFolder(tmp_path)
+    digest = folder.put(data)
+    offsets_seen: list[int] = []
+    complete = asyncio.Event()
+
+    async def on_chunk(message: Inbound) -> None:
+        offsets_seen.append(int(message.topic.rpartition("/")[2]))
+        if sum(len(data[o : o + link.chunk_bytes]) for o in offsets_seen) == len(data):
+            complete.set()
+
+    async with transport(broker, "one") as link, Sender(link, folder.path) as sender:
+        await link.subscribe("c/+", on_chunk)
+        sender.want(digest, [(0, len(data))], chunks="c/+")
+        async with asyncio.timeout(WAIT_S):
+            await complete.wait()
+    assert offsets_seen == list(range(0, len(data), link.chunk_bytes))
+
+
+async def test_two_fetches_of_one_blob_share_the_work(broker, tmp_path):
+    data = os.urandom(500_000)
+    up = BlobFolder(tmp_path / "up")
+    up.put(data)
+    link = transport(broker, "agent")
+    receiver = Receiver(link, BlobFolder(tmp_path / "down"))
+    async with serving(broker, up) as wanted, link:
+        await asyncio.gather(fetch(receiver, a_ref(data)), fetch(receiver, a_ref(data)))
+        assert wanted == [(0, len(data))]
+
+
+@pytest.fixture
+def stalls_soon(monkeypatch):
+    """A fetch asks again, and gives up, sooner than in service."""
+    monkeypatch.setattr("fedge.wire.transfer.STALL_S", 0.5)
+
+
+@pytest.mark.usefixtures("stalls_soon")
+async def test_lost_want_is_asked_again(broker, tmp_path):
+    data = os.urandom(100_000)
+    up = BlobFolder(tmp_path / "up")
+    up.put(data)
+    link = transport(broker, "agent")
+    receiver = Receiver(link, BlobFolder(tmp_path / "down"))
+    async with serving(broker, up, lose={0, 1}), link:
+        assert (await fetch(receiver, a_ref(data))).read_bytes() == data
+
+
+@pytest.mark.usefixtures("stalls_soon")
+async def test_lost_bytes_are_asked_for_again_while_a_stranger_sends_a_few(broker, tmp_path):
+    data = os.urandom(300_000)
+    up = BlobFolder(tmp_path / "up")
+    up.put(data)
+    link, stranger = transport(broker, "agent"), transport(broker, "stranger")
+    receiver = Receiver(link, BlobFolder(tmp_path / "down"))
+
+    async def trickle() -> None:
+        for offset in range(1, len(data), 2):
+            await stranger.publish(TOPICS.model_chunk(digest_of(data), offset), data[offset : offset + 1])
+            await asyncio.sleep(0.05)
+
+    async with serving(broker, up, lose={0, 1}), link, stranger:
+        sending = asyncio.create_task(trickle())
+        assert (await fetch(receiver, a_ref(data))).read_bytes() == data
+        sending.cancel()
+
+
+async def test_a_blob_of_one_chunk_comes_whoever_sends_wrong_ones(mosquitto, tmp_path):
+    data = os.urandom(100_000)
+    up = BlobFolder(tmp_path / "up")
+    up.put(data)
+    link, stranger = transport(mosquitto, "agent"), transport(mosquitto, "stranger")
+    receiver = Receiver(link, BlobFolder(tmp_path / "down"))
+    topic, wrong = TOPICS.model_chunk(digest_of(data), 0), asyncio.Event()
+
+    async def flood() -> None:
+        await stranger.publish(topic, bytes(100_000), retain=True)
+        while True:
+            await stranger.publish(topic, os.urandom(100_000))
+            wrong.set()
+
+    async with link, stranger:
+        sending = asyncio.create_task(flood())
+        async with asyncio.timeout(WAIT_S):
+            await wrong.wait()
+        async with serving(mosquitto, up):
+            assert (await fetch(receiver, a_ref(data))).read_bytes() == data
+        sending.cancel()
+
+
+@pytest.mark.parametrize("n_bytes", [1, 50_000], ids=["a byte", "halves"])
+async def test_a_blob_of_one_chunk_comes_whoever_sends_wrong_pieces_of_it(mosquitto, tmp_path, n_bytes):
+    """Always faster than the sender, who is not heard before 200 of them: pieces that are soon together, and not."""
+    data = os.urandom(100_000)
+    link, stranger, sender_link = (transport(mosquitto, name) for name in ("agent", "stranger", "sender"))
+    receiver, n_sent = Receiver(link, BlobFolder(tmp_path / "down")), 0
+
+    async def flood() -> None:
+        nonlocal n_sent
+        for offset in itertools.cycle((0, 50_000)):
+            await stranger.publish(TOPICS.model_chunk(digest_of(data), offset), bytes(n_bytes))
+            n_sent += 1
+
+    async with stranger, sender_link, Sender(sender_link, lambda _: data) as sender:
+
+        async def on_want(message: Inbound) -> None:
+            before = n_sent
+            await until(lambda: n_sent >= before + 200)
+            sender.want_of("agent", message.payload, TOPICS)
+
+        await sender_link.subscribe(TOPICS.agent("+", "wants"), on_want)
+        sending = asyncio.create_task(flood())
+        async with link:
+            assert (await fetch(receiver, a_ref(data))).read_bytes() == data
+        sending.cancel()
+
+
+@pytest.mark.usefixtures("stalls_soon")
+async def test_pieces_are_taken_where_a_sender_can_send_no_whole(mosquitto_program, tmp_path, caplog):
+    """After wrong ones, too: its chunks may be smaller than the receiver knows."""
+    data = os.urandom(20_000)
+
+    def source(digest: str) -> bytes:
+        return data if "event=digest_mismatch" in caplog.text else bytes(20_000)
+
+    async with open_broker(tmp_path, "message_size_limit 10000") as broker:
+        link = transport(broker, "agent")
+        receiver = Receiver(link, BlobFolder(tmp_path / "down"))
+        async with serving(broker, None, damage=source), link:
+            assert (await fetch(receiver, a_ref(data))).read_bytes() == data
+
+
+async def test_what_a_stranger_has_the_broker_retain_is_no_chunk(mosquitto, tmp_path):
+    data = os.urandom(600_000)
+    up = BlobFolder(tmp_path / "up")
+    up.put(data)
+    link, stranger = transport(mosquitto, "agent"), transport(mosquitto, "stranger")
+    receiver = Receiver(link, BlobFolder(tmp_path / "down"))
+    async with serving(mosquitto, up), link, stranger:
+        await stranger.publish(TOPICS.model_chunk(digest_of(data), 0), bytes(1000), retain=True)
+        await stranger.publish(TOPICS.model_chunk(digest_of(data), 599_000), bytes(1000), retain=True)
+        assert (await fetch(receiver, a_ref(data))).read_bytes() == data
+
+
+@pytest.mark.usefixtures("stalls_soon")
+async def test_a_stalled_fetch_says_that_it_lacks_what_was_sent(mosquitto, tmp_path):
+    """Its Wants bear one number until nothing comes any more, and another one then."""
+    data = os.urandom(ASK_BYTES + 1_000_000)
+    ref = a_ref(data)
+    link, other = transport(mosquitto, "agent"), transport(mosquitto, "sender")
+    receiver = Receiver(link, BlobFolder(tmp_path))
+    numbers: list[int] = []
+    stalled = asyncio.Event()
+
+    async def on_want(message: Inbound) -> None:
+        want = decode(message.payload, Want)
+        numbers.append(want.listening)
+        for start, end in want.ranges if len(numbers) == 1 else ():
+            for offset in range(start, end, LARGE_CHUNK):
+                chunk = data[offset : min(offset + LARGE_CHUNK, end)]
+                sending.create_task(other.publish(TOPICS.model_chunk(ref.digest, offset), chunk))
+        if len(set(numbers)) == 2:
+            stalled.set()
+
+    async with asyncio.TaskGroup() as sending, link, other:
+        await other.subscribe(TOPICS.agent("+", "wants"), on_want)
+        fetching = asyncio.create_task(fetch(receiver, ref))
+        async with asyncio.timeout(WAIT_S):
+            await stalled.wait()
+        fetching.cancel()
+        await asyncio.gather(fetching, return_exceptions=True)
+    assert len(numbers) >= 3
+    assert len(set(numbers[:-1])) == 1
+    assert 0 not in numbers
+
+
+@pytest.mark.usefixtures("stalls_soon")
+async def test_sender_that_comes_late(broker, tmp_path):
+    data = os.urandom(100_000)
+    up = BlobFolder(tmp_path / "up")
+    up.put(data)
+    link = transport(broker, "agent")
+    receiver = Receiver(link, BlobFolder(tmp_path / "down"))
+    async with link:
+        waiting = asyncio.create_task(fetch(receiver, a_ref(data)))
+        async with serving(broker, up):
+            assert (await waiting).read_bytes() == data
+
+
+@pytest.mark.usefixtures("stalls_soon")
+async def test_cancelled_fetch_is_resumed_not_begun_again(broker, tmp_path):
+    """The first sender has only the first megabyte; the second is asked for the rest alone."""
+    data = os.urandom(2_000_000)
+    up, down = BlobFolder(tmp_path / "up"), BlobFolder(tmp_path / "down")
+    up.put(data)
+    half = 1_000_000
+    link = transport(broker, "agent")
+    receiver = Receiver(link, down)
+    async with link:
+        first = asyncio.create_task(fetch(receiver, a_ref(data)))
+        record = tmp_path / "down" / f"{digest_of(data)}.ranges"
+        await until(lambda: record.exists())
+        await asyncio.sleep(0.05)
+        for start in range(0, half, 50_000):
+            await link.publish(TOPICS.model_chunk(digest_of(data), start), data[start : start + 50_000])
+        async with asyncio.timeout(WAIT_S):
+            while f"{half - 50_000} {half}" not in record.read_text():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        async with serving(broker, up) as wanted:
+            assert (await fetch(receiver, a_ref(data))).read_bytes() == data
+            assert min(start for start, _ in wanted) == half
+
+
+@pytest.mark.usefixtures("stalls_soon")
+async def test_wrong_bytes_are_thrown_away_and_fetched_again(broker, tmp_path, caplog):
+    data = os.urandom(100_000)
+    lies = iter([bytes(100_000)] * 2)
+
+    def source(digest: str) -> bytes:  # asked twice for each chunk: when it is wanted and when it is read
+        return next(lies, data)
+
+    link = transport(broker, "agent")
+    receiver = Receiver(link, BlobFolder(tmp_path / "down"))
+    async with serving(broker, None, damage=source), link:
+        assert (await fetch(receiver, a_ref(data))).read_bytes() == data
+    assert caplog.text.count("event=digest_mismatch") == 1
+
+
+@pytest.mark.usefixtures("stalls_soon")
+async def test_always_wrong_bytes_are_given_up_by_name(broker, tmp_path):
+    ref = a_ref(os.urandom(100_000))
+    link = transport(broker, "agent")
+    receiver = Receiver(link, BlobFolder(tmp_path / "down"))
+    async with serving(broker, None, damage=lambda digest: bytes(100_000)), link:
+        with pytest.raises(ProtocolError) as caught:
+            await fetch(receiver, ref)
+    assert caught.value.name == "digest"
+    assert list((tmp_path / "down").iterdir()) == []
+
+
+async def test_oversized_blob_is_not_even_asked_for(broker, tmp_path):
+    receiver = Receiver(transport(broker, "agent"), BlobFolder(tmp_path), max_bytes=99)
+    with pytest.raises(ProtocolError) as caught:
+        await fetch(receiver, a_ref(bytes(100)))
+    assert caught.value.name == "oversized"
+
+
+@pytest.mark.usefixtures("stalls_soon")
+async def test_bad_chunks_change_nothing(broker, tmp_path, caplog):
+    data = os.urandom(1000)
+    digest = digest_of(data)
+    link = transport(broker, "agent")
+    receiver = Receiver(link, BlobFolder(tmp_path))
+    async with link:
+        running = asyncio.create_task(fetch(receiver, a_ref(data)))
+        record = tmp_path / f"{digest}.ranges"
+        await until(lambda: record.exists())
+        await asyncio.sleep(0.1)
+        for offset, payload in (("x", b"1"), ("-1", b"1"), ("1000", b"1"), ("999", b"12"), ("0", b""), ("²", b"1")):
+            await link.publish(TOPICS.model_chunk(digest, offset), payload)
+        await link.publish(TOPICS.model_chunk(digest, 0), data)
+        assert (await running).read_bytes() == data
+    assert caplog.text.count("event=refused name=malformed") == 3
+    assert caplog.text.count("event=refused name=out-of-range") == 3
+
+
+async def test_full_disk_ends_the_transport(broker, tmp_path):
+    link = transport(broker, "agent")
+    receiver = Receiver(link, BlobFolder(tmp_path / "down"))
+    up = BlobFolder(tmp_path / "up")
+    up.put(b"x" * 1000)
+    with pytest.raises(StoreError, match="File too large"):  # noqa: PT012
+        async with serving(broker, up), link:
+            with no_room():
+                await fetch(receiver, a_ref(b"x" * 1000))
+
+
+async def test_sender_refuses_what_it_does_not_have(broker, tmp_path):
+    folder = BlobFolder(tmp_path)
+    digest = folder.put(bytes(100))
+    async with transport(broker, "one") as link, Sender(link, lambda d: folder.path(d) if d in folder else None) as s:
+        for wrong, ranges, name in (
+            ("0" * 64, [(0, 1)], "unknown-blob"),
+            (digest, [(0, 101)], "out-of-range"),
+            (digest, [(5, 5)], "out-of-range"),
+            (digest, [(7, 5)], "out-of-range"),
+        ):
+            with pytest.raises(ProtocolError) as caught:
+                s.want(wrong, ranges, chunks="c/+")
+            assert caught.value.name == name
+
+
+async def test_blob_that_vanishes_while_wanted_ends_nothing(broker, tmp_path, caplog):
+    folder = BlobFolder(tmp_path)
+    gone, kept = folder.put(b"gone"), folder.put(b"kept")
+    inbox: asyncio.Queue[Inbound] = asyncio.Queue()
+    async with transport(broker, "one") as link, Sender(link, folder.path) as sender:
+        await link.subscribe("c/#", inbox.put)
+        sender.want(gone, [(0, 4)], chunks="c/gone/+")
+        folder.remove(gone)
+        sender.want(kept, [(0, 4)], chunks="c/kept/+")
+        async with asyncio.timeout(WAIT_S):
+            assert (await inbox.get()).payload == b"kept"
+    assert "event=chunk_failed" in caplog.text
+
+
+@pytest.mark.usefixtures("stalls_soon")
+async def test_broker_killed_in_mid_transfer(broker, tmp_path):
+    data = os.urandom(6_000_000)
+    up, down = BlobFolder(tmp_path / "up"), BlobFolder(tmp_path / "down")
+    up.put(data)
+    link = transport(broker, "agent")
+    receiver = Receiver(link, down)
+    async with serving(broker, up), link:
+        running = asyncio.create_task(fetch(receiver, a_ref(data)))
+        record = tmp_path / "down" / f"{digest_of(data)}.ranges"
+        await until(lambda: record.exists() and record.stat().st_size, every_s=0.001)
+        await broker.kill()
+        await broker.start()
+        assert (await running).read_bytes() == data
+
+
+RECEIVER = """
+import asyncio, sys
+from pathlib import Path
+from fedge.system.files import BlobFolder
+from fedge.wire.messages import BlobRef
+from fedge.wire.topics import Topics
+from fedge.wire.transfer import Receiver
+from fedge.wire.transport import BrokerSettings, Transport
+
+async def main(port, folder, digest, size):
+    link = Transport(BrokerSettings("127.0.0.1", int(port)), "agent")
+    receiver = Receiver(link, BlobFolder(Path(folder)))
+    topics = Topics("test")
+    async with link:
+        await receiver.fetch(BlobRef(digest=digest, size_bytes=int(size)), chunks=topics.model_chunk(digest),
+                             wants=topics.agent("agent", "wants"), device_id="agent")
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+async def test_receiver_killed_with_9_goes_on_where_it_was(mosquitto, tmp_path):
+    """The sender stops after four chunks; the receiver is killed; its successor asks for the rest only."""
+    data = os.urandom(6_000_000)
+    up = BlobFolder(tmp_path / "up")
+    up.put(data)
+    digest = digest_of(data)
+    record = tmp_path / "down" / f"{digest}.ranges"
+    command = [sys.executable, "-c", RECEIVER, str(mosquitto.port), str(tmp_path / "down"), digest, str(len(data))]
+    async with transport(mosquitto, "sender") as link:
+        asked = asyncio.Event()
+
+        async def on_want(message: Inbound) -> None:
+            asked.set()
+
+        await link.subscribe(TOPICS.agent("+", "wants"), on_want)
+        first = await asyncio.create_subprocess_exec(*command)
+        async with asyncio.timeout(WAIT_S):
+            await asked.wait()
+            for start in range(0, 4 * LARGE_CHUNK, LARGE_CHUNK):
+                await link.publish(TOPICS.model_chunk(digest, start), data[start : start + LARGE_CHUNK])
+            while record.read_text().count("\n") < 4:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        first.send_signal(signal.SIGKILL)
+        await first.wait()
+    async with serving(mosquitto, up, name="sender2") as wanted:
+        second = await asyncio.create_subprocess_exec(*command)
+        async with asyncio.timeout(WAIT_S):
+            assert await second.wait() == 0
+        assert wanted == [(4 * LARGE_CHUNK, len(data))]
+    assert (tmp_path / "down" / digest).read_bytes() == data
