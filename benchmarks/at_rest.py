@@ -33,8 +33,8 @@ from fedge.steps.training.train import Start, Train
 from fedge.system.child import command
 from fedge.system.files import BlobFolder
 from fedge.system.stopping import never
-from fedge.tensors.codecs import Codec, encode
-from fedge.tensors.layout import unflatten
+from fedge.tensors.codecs import encode
+from fedge.tensors.layout import Codec, unflatten
 from fedge.wire.messages import BlobRef, Order
 
 KEEP_S = 3.0

@@ -68,8 +68,7 @@ from fedge.steps.mixture.fit_weights import WeightsFitted
 from fedge.steps.training.train import Trained
 from fedge.system.files import write_atomically
 from fedge.tensors import codecs
-from fedge.tensors.codecs import Codec
-from fedge.tensors.layout import Model
+from fedge.tensors.layout import Codec, Model
 
 Vectors = NDArray[np.float64]
 Vector = NDArray[np.float64]

@@ -25,8 +25,7 @@ from script import finish, parser_of, show
 
 from coordinator.fleet.mqtt import checking
 from fedge.tensors import codecs
-from fedge.tensors.codecs import Codec
-from fedge.tensors.layout import Layout, TensorInfo
+from fedge.tensors.layout import Codec, Layout, TensorInfo
 
 PULSE_S = 0.001
 

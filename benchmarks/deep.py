@@ -35,16 +35,14 @@ from coordinator.simulation.rounds import run as run_rounds
 from coordinator.simulation.settings import Scenario
 from fedge.data import preprocessing
 from fedge.data.task import TaskSpec
-from fedge.models import network as models
-from fedge.models import weights
+from fedge.models import build, choice
 from fedge.models.training import Network, Trainer, torch_device
 from fedge.models.weights import needed_on_devices
 from fedge.steps.sgd import Sgd
 from fedge.system.files import write_atomically
-from fedge.system.processor import Processor
+from fedge.system.hardware import Processor
 from fedge.tasks import task_spec
-from fedge.tensors.codecs import Codec
-from fedge.tensors.layout import to_bytes, unflatten
+from fedge.tensors.layout import Codec, to_bytes, unflatten
 
 MODEL: Final = "mobilenet-v3-small"
 FULL: Final = "everything, float32"
@@ -83,7 +81,7 @@ def backbone(archive: Path, out: Path, task: TaskSpec, size: Mapping[str, int], 
         return file
     x, y = images(archive, "train", size["pretrain"])
     network = Network(task, torch_device(processor))
-    network.load(models.initial(task if not done else weights.with_network(task, None, file), 0)[1])
+    network.load(build.initial(task if not done else choice.with_network(task, None, file), 0)[1])
     for epoch in range(done, size["epochs"]):
         rng = np.random.default_rng((1, epoch))
         rate = 0.05 * (1 + np.cos(np.pi * epoch / size["epochs"])) / 2
@@ -198,7 +196,7 @@ def main() -> None:
     if not data.exists():
         x, y = images(given.archive, "test", size["federation"])
         np.savez(data, x=x, y=y)
-    task = weights.with_network(task_spec("arrays", data), MODEL)
+    task = choice.with_network(task_spec("arrays", data), MODEL)
     file = backbone(given.archive, given.out, task, size, given.train_on)
     found: dict[str, list[dict[str, Any]]] = {}
     for seed in given.seeds:

@@ -34,16 +34,16 @@ from numpy.typing import NDArray
 from script import parser_of, progress_of, several
 from torch import nn
 
-from coordinator.simulation.compare import Comparison, compare, compare_runs
+from coordinator.simulation.compare import compare, compare_runs
+from coordinator.simulation.reports.comparison import Comparison
 from coordinator.simulation.settings import CompareSettings
 from fedge.data import preprocessing
 from fedge.data.task import TaskSpec
+from fedge.models import build, choice
 from fedge.models import network as models
-from fedge.models import weights
-from fedge.system.processor import Processor
+from fedge.system.hardware import Processor
 from fedge.tasks import Partitioning, Pool, partition, pool, task_spec
-from fedge.tensors.codecs import Codec
-from fedge.tensors.layout import to_bytes, unflatten
+from fedge.tensors.layout import Codec, to_bytes, unflatten
 
 CUTS: Final[Mapping[str, Mapping[str, str]]] = {
     "mobilenet-v3-small": {"frozen": "classifier.3", "adapted": "features.12"},
@@ -75,7 +75,7 @@ def after_layer_3(task: TaskSpec) -> nn.Module:
 def plain(network: str, task: TaskSpec) -> nn.Module:
     """A whole network for small images with random weights."""
     whole = msgspec.structs.replace(task, model=network, model_options={}, input_shape=(3, 32, 32))
-    return models.build(whole)
+    return build.build(whole)
 
 
 def top_of(whole: Any) -> nn.Module:
@@ -99,11 +99,11 @@ class Source:
         if not self.pixels.exists():
             x, y = images(archive, "test", size["federation"])
             np.savez(self.pixels, x=x, y=y)
-        self.task = weights.with_network(task_spec("arrays", self.pixels), given.network)
+        self.task = choice.with_network(task_spec("arrays", self.pixels), given.network)
         file = backbone(archive, self.folder, self.task, size, given.train_on)
-        self.task = weights.with_network(self.task, weights=file)
-        layout, model = models.initial(self.task, 0)
-        self.module, self.n_params = models.build(self.task).eval(), layout.n_params
+        self.task = choice.with_network(self.task, weights=file)
+        layout, model = build.initial(self.task, 0)
+        self.module, self.n_params = build.build(self.task).eval(), layout.n_params
         models.load(self.module, model, layout)
 
     def at_the_cut(self, x: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -59,7 +59,8 @@ from coordinator.aggregation.pooled import ETA_0, wants_split
 from coordinator.methods.method import NO_DATA, MethodSettings, Server
 from coordinator.methods.papers.fedge import Fedge, FedgeState, Pool
 from coordinator.simulation import federation
-from coordinator.simulation.compare import Comparison, compare, compare_runs
+from coordinator.simulation.compare import compare, compare_runs
+from coordinator.simulation.reports.comparison import Comparison
 from coordinator.simulation.run import Watch
 from coordinator.simulation.settings import CompareSettings
 from coordinator.store.records import Device

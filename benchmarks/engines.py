@@ -45,7 +45,7 @@ from export.parity import formula, logits_of
 from fedge.bundle.formula import fuse, gate_scores, raw_energies, standardised
 from fedge.bundle.manifest import read
 from fedge.data.validation import Validation
-from fedge.models.network import initial
+from fedge.models.build import initial
 from fedge.models.training import Network
 from fedge.tensors.layout import Model
 from fedge.wire.messages import Role

@@ -46,11 +46,10 @@ from coordinator.fleet.simulated.fleet import SimulatedFleet
 from coordinator.methods.method import MethodSettings, make
 from coordinator.simulation.rounds import run
 from edge_agent.device.worker import Worker
-from fedge.models import network
+from fedge.models import build
 from fedge.steps.sgd import Sgd
 from fedge.tasks import DeviceData, task_spec
-from fedge.tensors.codecs import Codec
-from fedge.tensors.layout import unflatten
+from fedge.tensors.layout import Codec, unflatten
 
 SHAPES: Final = {"small": ("digits", "mlp", (1, 8, 8), 60), "large": ("mnist", "cnn_fedavg", (1, 28, 28), 20)}
 """Task, network, input, samples of a client."""
@@ -89,7 +88,7 @@ class Work:
             f"d{k:05}": Worker(f"d{k:05}", self.task, DeviceData(x, y, unmarked, x[:0], none), home / f"d{k:05}")
             for k, (x, y) in enumerate(self.clients)
         }
-        layout, first = network.initial(self.task, 0)
+        layout, first = build.initial(self.task, 0)
 
         def rounds_of(steps: int) -> list[float]:
             fleet = SimulatedFleet(self.task, layout, workers, seed=0)

@@ -27,7 +27,7 @@ from coordinator.methods.options import method_and_options
 from coordinator.simulation.run import simulate
 from coordinator.simulation.settings import Scenario
 from fedge.system.files import write_atomically
-from fedge.tensors.codecs import Codec
+from fedge.tensors.layout import Codec
 
 POWER_LAW: Final = {"sizes": "power-law", "size_spread": 1.5, "min_samples": 8}
 LOG_NORMAL: Final = {"sizes": "log-normal", "min_samples": 8}

@@ -39,8 +39,7 @@ from coordinator.simulation.run import simulate
 from coordinator.simulation.settings import Scenario
 from fedge.data import preprocessing
 from fedge.tasks import share_data
-from fedge.tensors.codecs import Codec
-from fedge.tensors.layout import unflatten
+from fedge.tensors.layout import Codec, unflatten
 
 POINT = 1.0
 WITHOUT_FLOWER = "Flower is not installed here; benchmarks/flower_simulation.py tells how. The other rivals run."

@@ -46,7 +46,7 @@ from fedge.bundle.manifest import read
 from fedge.bundle.runtime import onnxruntime, session_of, session_options
 from fedge.data.preprocessing import apply
 from fedge.data.task import INPUT, TaskSpec, gate_pool
-from fedge.models.network import build, initial
+from fedge.models.build import build, initial
 from fedge.models.network import load as load_model
 from fedge.tensors.layout import unflatten
 from fedge.wire.messages import Role

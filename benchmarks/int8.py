@@ -26,7 +26,8 @@ from fedge.bundle.formula import n_gate_features
 from fedge.bundle.manifest import read
 from fedge.data.task import TaskSpec
 from fedge.data.validation import Validation
-from fedge.models.network import build, dump, layout_of
+from fedge.models.build import build
+from fedge.models.network import dump, layout_of
 from fedge.models.networks import NETWORKS
 from fedge.wire.messages import Role
 

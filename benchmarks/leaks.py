@@ -61,8 +61,7 @@ from fedge.steps.descriptions.profile import Profile, Profiled
 from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Start, Train, Trained
 from fedge.tasks import DeviceData, share_data
-from fedge.tensors.codecs import Codec
-from fedge.tensors.layout import BASE, Model, Tensors, unflatten
+from fedge.tensors.layout import BASE, Codec, Model, Tensors, unflatten
 from fedge.wire.messages import BlobRef
 
 Vectors = NDArray[np.floating[Any]]

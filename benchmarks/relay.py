@@ -28,7 +28,7 @@ from edge_agent.device.worker import Worker
 from fedge.commands.broker import LocalBroker
 from fedge.data.task import TaskSpec
 from fedge.tasks import DeviceData, Partitioning, partition, pool, share_data, write_task
-from fedge.tensors.codecs import Codec
+from fedge.tensors.layout import Codec
 from fedge.wire.transport import BrokerSettings
 
 SITES = ("north", "south")

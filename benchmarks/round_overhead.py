@@ -48,8 +48,7 @@ from fedge.errors import FruitlessError
 from fedge.steps.contract import Action, Declined
 from fedge.steps.training.train import Train, Trained
 from fedge.system.files import digest_of
-from fedge.tensors.codecs import Codec
-from fedge.tensors.layout import Tensors, from_bytes
+from fedge.tensors.layout import Codec, Tensors, from_bytes
 from fedge.wire.messages import BlobRef, Order, Why
 from fedge.wire.transport import BrokerSettings
 

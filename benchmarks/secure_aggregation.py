@@ -33,15 +33,14 @@ from edge_agent.device.encoding import send_update
 from edge_agent.device.worker import Worker
 from edge_agent.steps.training import train as training
 from fedge.data.task import TaskSpec
-from fedge.models import network
+from fedge.models import build
 from fedge.privacy.masked_sums import Sums, _signed
 from fedge.steps.contract import Action, Result, report_of
 from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Start, Train, Trained
 from fedge.system.files import volatile
 from fedge.tasks import DeviceData
-from fedge.tensors.codecs import Codec
-from fedge.tensors.layout import Model, unflatten
+from fedge.tensors.layout import Codec, Model, unflatten
 from fedge.wire.messages import blobs_of, encode
 
 
@@ -91,7 +90,7 @@ class Measured(SimulatedFleet):
 async def measure(n: int, hidden: int, dropped: float, home: Path) -> dict[str, Any]:
     shape = {"input_shape": (64,), "model": "mlp", "model_options": {"hidden": hidden}}
     task = TaskSpec(name="sums", classes=tuple("0123456789"), **shape)
-    layout, first = network.initial(task, 0)
+    layout, first = build.initial(task, 0)
     x = np.zeros((20, 64), np.float32)
     data = DeviceData(x, np.zeros(20, np.int64), np.zeros(20, bool), x[:0], np.zeros(0, np.int64))
     workers = {f"d{k:04d}": Worker(f"d{k:04d}", task, data, home / str(k)) for k in range(n)}

@@ -37,7 +37,7 @@ from coordinator.methods.method import MethodSettings, make
 from coordinator.simulation.rounds import run
 from edge_agent.device.worker import Worker
 from fedge.data.task import TaskSpec
-from fedge.models import network
+from fedge.models import build
 from fedge.tasks import DeviceData, Partitioning, Pool, partition, pool, share_data
 from fedge.tensors.layout import unflatten
 
@@ -71,7 +71,7 @@ def resampled(n_devices: int, n_each: int = 40, alpha: float = 0.5) -> tuple[Tas
 
 def scale_figures(args: argparse.Namespace, home: Path) -> dict[str, Any]:
     task, data = resampled(args.devices)
-    layout, first = network.initial(task, 0)
+    layout, first = build.initial(task, 0)
     fleet = SimulatedFleet(task, layout, workers_of(task, data, home), seed=0)
     method = make("fedge", MethodSettings(rounds=args.rounds, participation=args.participation))
     state = method.init(layout, fleet.put(unflatten(first, layout)))

@@ -1,1 +1,6 @@
-"""The device: training, profiles, context, private model, gate, and the MQTT agent around them."""
+"""The device: a light agent that trains on its own samples when asked.
+
+Its rooms are floors: imports go down only. Begin with `agent`, and with `steps` for what a device can be asked to do.
+"""
+
+import fedge as fedge  # paths of version 0.1

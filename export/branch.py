@@ -56,7 +56,7 @@ def branch(task: TaskSpec) -> onnx.ModelProto:
     """
     import onnx
 
-    from fedge.models.network import build
+    from fedge.models.build import build
 
     module = build(task).eval()
     key = _key(task, module)

@@ -15,7 +15,8 @@ from export.int8 import Int8Limits, Int8Report, quantise
 from fedge.bundle.manifest import MANIFEST, Bundle, look, read
 from fedge.data.validation import load_validation
 from fedge.errors import ConfigError, UpdateRejected
-from fedge.system.help import Command, Heading, json_lines, option
+from fedge.system.help import Command, json_lines, option
+from fedge.system.text import Heading
 
 
 @click.command(cls=Command)

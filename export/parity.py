@@ -53,7 +53,8 @@ def logits_of(
     """Logits of each model by torch, (M, n, C). `lean`: see `leaning`."""
     import torch
 
-    from fedge.models.network import build, load
+    from fedge.models.build import build
+    from fedge.models.network import load
 
     module = build(task).eval()
     logits = []
@@ -70,7 +71,8 @@ def features_of(
     """Features (n, D) and logits (n, C) of a model by torch. `lean`: see `leaning`."""
     import torch
 
-    from fedge.models.network import build, features_and_logits, load
+    from fedge.models.build import build
+    from fedge.models.network import features_and_logits, load
 
     module = build(task).eval()
     load(module, model, layout)

@@ -11,7 +11,8 @@ import click
 from export.cli import newest
 from export.signing import LIFETIMES, ROLES, Repository
 from fedge.errors import ConfigError
-from fedge.system.help import CommandGroup, Heading, json_option, option
+from fedge.system.help import CommandGroup, json_option, option
+from fedge.system.text import Heading
 
 _json = json_option()
 _repo = click.argument("repo", type=click.Path(path_type=Path))

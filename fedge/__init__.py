@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from fedge.system import moved
+
 if TYPE_CHECKING:
     from coordinator.simulation.interface import compare, simulate, tune
     from deploy import load
     from fedge.tasks import Task
+
+moved.install()
 
 __version__ = "0.2.0"
 

@@ -28,9 +28,9 @@ import msgspec
 from msgspec import Meta, Struct
 
 from fedge.errors import ConfigError
-from fedge.system.help import Heading, Option, option
+from fedge.system.help import Option, option
 from fedge.system.loading import code_in, require_allowed
-from fedge.system.text import nearest
+from fedge.system.text import Heading, nearest
 
 S = TypeVar("S", bound=Struct)
 F = TypeVar("F", bound=Callable[..., Any])

@@ -16,7 +16,7 @@ import fedge.errors
 from coordinator.methods.options import check, method_and_options, parsed
 from fedge.steps.contract import Result, installed_steps
 from fedge.wire.messages import BlobRef, Capabilities, Context, Health, Message, Outcome, Quality, Report, Status, Want
-from tests.support import method_reference, step_reference
+from tests.support import floors_reference, method_reference, step_reference
 from tests.support.cli_reference import commands, reference
 
 ROOT = Path(__file__).parent.parent
@@ -65,6 +65,11 @@ def test_the_reference_leads_from_each_command_to_all_of_its_options_and_to_no_o
         wanted = {option.opts[0] for option in found.params if isinstance(option, click.Option)}
         assert flags | {"--json"} >= wanted, name
         assert flags <= wanted, name
+
+
+def test_the_plan_of_the_house_is_that_of_the_import_contracts() -> None:
+    written = (ROOT / "docs/architecture.md").read_text()
+    assert floors_reference.reference() in written, "make it anew: python -m tests.support.floors_reference"
 
 
 def test_the_reference_of_the_methods_is_up_to_date() -> None:

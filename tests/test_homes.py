@@ -26,7 +26,7 @@ from fedge.steps.training.train import Train
 from fedge.system.files import highest_release
 from fedge.wire.messages import BlobRef, blobs_of
 from tests.deploy.serve_process import process
-from tests.deploy.serving import body
+from tests.deploy.served import body
 from tests.homes.make import DEVICES, prepare, started
 
 HOMES = Path(__file__).parent / "homes"

@@ -1,5 +1,6 @@
 """The shape of the repository: each module has its test file, and imports go the way that the design says."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -23,6 +24,14 @@ WITHOUT_TESTS_OF_THEIR_OWN = {
     "deploy/serving/metrics.py": "tests/deploy/serving/test_server.py",
     "export/mixture.py": "tests/export/test_graph.py",
     "fedge/system/stopping.py": "tests/edge_agent/device/test_worker.py",
+    "fedge/identity/names.py": "tests/fedge/identity/test_authority.py",
+    "fedge/models/build.py": "tests/fedge/models/test_network.py",
+    "fedge/models/choice.py": "tests/fedge/models/test_weights.py",
+    "fedge/tasks/shares.py": "tests/fedge/tasks/test_partition.py",
+    "coordinator/service/findings.py": "tests/coordinator/service/test_checks.py",
+    "coordinator/simulation/reports/comparison.py": "tests/coordinator/simulation/test_compare.py",
+    "coordinator/store/records.py": "tests/coordinator/fleet/test_fleet.py",
+    "coordinator/watch/options.py": "tests/coordinator/watch/test_state.py",
 }
 """Module -> the test that covers it. Short modules that others' tests run whole."""
 
@@ -34,8 +43,8 @@ def modules() -> list[Path]:
 
 
 def test_file_of(module: Path) -> Path:
-    """tests/<package>/test_<module>.py. Contracts of steps have one test; those of the device halves use them."""
-    if module.parent == Path("fedge/steps"):
+    """tests/<room>/test_<module>.py. Contracts of steps have one test; those of the device halves use them."""
+    if module.parent.parent == Path("fedge/steps"):
         return Path("tests/fedge/steps/test_init.py")
     return Path("tests", module.parent, f"test_{module.stem.strip('_')}.py")
 
@@ -59,6 +68,19 @@ def test_test_files_are_of_modules_that_exist() -> None:
     expected = {test_file_of(file.relative_to(ROOT)) for p in PACKAGES for file in (ROOT / p).rglob("*.py")}
     found = {f.relative_to(ROOT) for p in PACKAGES for f in (ROOT / "tests" / p).rglob("test_*.py")}
     assert found <= expected
+
+
+ROOMS = sorted(p.parent for package in PACKAGES for p in (ROOT / package).rglob("__init__.py"))
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=lambda room: str(room.relative_to(ROOT)))
+def test_a_room_has_few_entries_and_a_page_that_says_what_is_in_it(room: Path) -> None:
+    inside = [p for p in room.iterdir() if not p.name.startswith("__")]
+    entries = [p for p in inside if p.suffix == ".py" or (p / "__init__.py").is_file()]
+    assert len(entries) <= 14
+    page = ast.get_docstring(ast.parse((room / "__init__.py").read_text()))
+    assert page is not None
+    assert len(page.splitlines()) <= 9
 
 
 def test_imports_go_the_way_the_design_says() -> None:

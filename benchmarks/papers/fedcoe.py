@@ -61,14 +61,13 @@ from coordinator.methods.server.learning import ServerData
 from coordinator.simulation.rounds import run as run_rounds
 from edge_agent.device.worker import Worker
 from fedge.data.task import Preprocessing, TaskSpec
-from fedge.models.network import initial
+from fedge.models.build import initial
 from fedge.models.training import Network, Trainer, torch_device
 from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Train, Trained
-from fedge.system.processor import Processor
+from fedge.system.hardware import Processor
 from fedge.tasks import DeviceData, pool
-from fedge.tensors.codecs import Codec
-from fedge.tensors.layout import Layout, Model, Tensors, unflatten
+from fedge.tensors.layout import Codec, Layout, Model, Tensors, unflatten
 
 sys.path.append(str(Path(__file__).parent.parent))
 from default_method import cifar

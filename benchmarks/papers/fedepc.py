@@ -58,13 +58,12 @@ from coordinator.simulation.rounds import run as run_rounds
 from edge_agent.device.worker import Worker
 from edge_agent.learning.profile import sparsity_profile
 from fedge.data.task import TaskSpec
-from fedge.models.network import initial
+from fedge.models.build import initial
 from fedge.models.training import Network
 from fedge.steps.sgd import Sgd
-from fedge.system.processor import Processor
+from fedge.system.hardware import Processor
 from fedge.tasks import DeviceData, Partitioning, partition, pool
-from fedge.tensors.codecs import Codec
-from fedge.tensors.layout import unflatten
+from fedge.tensors.layout import Codec, unflatten
 
 N_SERVER_DATA, TEST_SHARE, N_DEVICES, CLASSES = 200, 0.2, 40, 10
 EPOCHS, BATCH, FEWEST = 5, 16, 5

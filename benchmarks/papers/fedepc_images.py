@@ -25,7 +25,7 @@ import msgspec
 from sklearn.metrics import adjusted_rand_score
 from table import beyond, chosen, claim, compared, parser_of, show, write
 
-from coordinator.simulation.compare import Comparison, MethodOutcome
+from coordinator.simulation.reports.comparison import Comparison, MethodOutcome
 from coordinator.simulation.reports.outcome import RunOutcome
 
 METHODS = {

@@ -24,7 +24,7 @@ from typing import Any
 
 from table import chosen, claim, compared, measured, parser_of, show_metrics, write
 
-from coordinator.simulation.compare import Comparison
+from coordinator.simulation.reports.comparison import Comparison
 
 PLAIN = ("local", "fedavg", "fedavg+ft", "ditto")
 PAPERS = ("fedepc", "scmoe-pfl", "cfic", "pm-moe", "fedcoe")

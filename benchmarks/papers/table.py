@@ -16,11 +16,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.simulation.compare import Comparison, MethodOutcome, Spread, compare
+from coordinator.simulation.compare import compare
+from coordinator.simulation.reports.comparison import Comparison, MethodOutcome, Spread
 from coordinator.simulation.reports.outcome import RunOutcome
 from coordinator.simulation.settings import CompareSettings
-from fedge.system.processor import Processor
-from fedge.tensors.codecs import Codec
+from fedge.system.hardware import Processor
+from fedge.tensors.layout import Codec
 
 sys.path.append(str(Path(__file__).parents[1]))
 from default_method import source_of

@@ -171,7 +171,7 @@ def run(device: Device, action: TrainPac) -> Result:
     from fedge.models import network as models
     from fedge.models.training import Trainer, cross_entropy
     from fedge.tensors import codecs as codec
-    from fedge.tensors.codecs import Codec
+    from fedge.tensors.layout import Codec
 
     if not device.data.n_shared:
         return Declined()

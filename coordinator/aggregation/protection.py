@@ -16,8 +16,8 @@ from fedge.errors import ConfigError
 from fedge.steps.contract import Action
 from fedge.steps.masked.mask_shares import MIN_COHORT
 from fedge.steps.training.train_dp import Privacy
-from fedge.system.help import Heading
-from fedge.tensors.codecs import Codec
+from fedge.system.text import Heading
+from fedge.tensors.layout import Codec
 
 Rule = Literal["norm-clipped", "mean", "clipped", "median", "trimmed-mean", "multi-krum", "centred-clipping"]
 """How updates are averaged (`coordinator.aggregation.rules`)."""

@@ -1,1 +1,9 @@
-"""The room coordinator.clustering."""
+"""Clusterings of devices: pure functions on arrays.
+
+`find` chooses among them, `aidc` clusters by profile, `mctc` softly by the direction of updates, `rivals` are what they
+are compared with. Methods use it. Begin with `find`.
+"""
+
+from fedge.system.moved import names_of
+
+__getattr__ = names_of(__name__, "find")

@@ -1,1 +1,4 @@
-"""The demonstration: a whole federation on this machine, compared with simpler ways to learn."""
+"""The demonstration: a whole federation of real processes on this machine, compared with simpler ways to learn.
+
+`run` is the demo, `processes` its child processes, `cli` is `fedge demo`. Begin with `run`.
+"""

@@ -15,7 +15,7 @@ from coordinator.simulation.settings import DemoSettings
 from coordinator.watch import runs
 from fedge.settings import resolve, settings_options
 from fedge.system.help import Command
-from fedge.tasks.partition import check_partitioning
+from fedge.tasks.shares import check_partitioning
 
 
 @click.command(cls=Command)

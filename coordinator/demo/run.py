@@ -34,10 +34,11 @@ from coordinator.methods.method import (
 )
 from coordinator.selection.select import cohort_size
 from coordinator.service.cli import Progress
-from coordinator.simulation.compare import Comparison, Demonstration, compare_runs
+from coordinator.simulation.compare import compare_runs
 from coordinator.simulation.evaluation import epsilon_spent
 from coordinator.simulation.federation import Federation, require_summable
 from coordinator.simulation.interface import one_thread
+from coordinator.simulation.reports.comparison import Comparison, Demonstration
 from coordinator.simulation.reports.outcome import DeviceOutcome, Point, RunOutcome, outcome_of, score
 from coordinator.simulation.run import Watch, run_on
 from coordinator.simulation.settings import DemoSettings, Scenario, Setup
@@ -46,7 +47,7 @@ from fedge.bundle.manifest import Part, PoolInfo, look
 from fedge.commands.broker import LocalBroker
 from fedge.data.preprocessing import apply
 from fedge.errors import ConfigError, FruitlessError, TransportError, failing_as
-from fedge.models.network import initial
+from fedge.models.build import initial
 from fedge.models.training import Network
 from fedge.privacy.egress import FILE as EGRESS
 from fedge.system.files import write_atomically

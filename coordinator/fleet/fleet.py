@@ -21,8 +21,8 @@ from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError, ProtocolError
 from fedge.models.weights import needed_on_devices
 from fedge.steps.contract import Action, Refusal, Result, body_of, read_result, require
-from fedge.tensors.codecs import Codec, Norms
-from fedge.tensors.layout import Layout, Model, Tensors, views_of
+from fedge.tensors.codecs import Norms
+from fedge.tensors.layout import Codec, Layout, Model, Tensors, views_of
 from fedge.wire.messages import MAX_BODY_BYTES, BlobRef, Difference, Order, Report, blobs_of
 
 if TYPE_CHECKING:

@@ -43,11 +43,10 @@ from fedge.steps.mixture.install_bundle import InstallBundle
 from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Train, Trained
 from fedge.steps.training.train_dp import require_no_statistics
-from fedge.system.help import Heading
+from fedge.system.hardware import Processor
 from fedge.system.loading import FINE_TUNED, load_object
-from fedge.system.processor import Processor
-from fedge.tensors.codecs import Codec
-from fedge.tensors.layout import Layout, Selector, from_bytes, to_bytes
+from fedge.system.text import Heading
+from fedge.tensors.layout import Codec, Layout, Selector, from_bytes, to_bytes
 from fedge.wire.messages import BlobRef, Share, blobs_of
 
 log = logging.getLogger("fedge.method")

@@ -12,8 +12,9 @@ from coordinator.methods.method import Option, installed_methods, method_class, 
 from fedge.errors import ConfigError
 from fedge.settings import section_of
 from fedge.system.files import require_writable, write_atomically
-from fedge.system.help import Heading, option
+from fedge.system.help import option
 from fedge.system.loading import FINE_TUNED
+from fedge.system.text import Heading
 
 F = TypeVar("F", bound=Callable[..., Any])
 STDOUT: Final = Path("-")

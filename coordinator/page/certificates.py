@@ -13,7 +13,8 @@ from aiohttp import web
 
 from coordinator.provision.members import Watched
 from fedge.errors import ProtocolError
-from fedge.identity.names import Authority, Role
+from fedge.identity.authority import Authority
+from fedge.identity.names import Role
 from fedge.membership.credentials import CA
 from fedge.system.logs import Lines
 

@@ -28,9 +28,9 @@ from fedge.identity.tls import HttpCertificate, HttpKey, ListenHost, ListenPort,
 from fedge.membership.credentials import CA
 from fedge.settings import Secret, resolve, settings_options
 from fedge.system.background import until_stopped
-from fedge.system.help import Command, Heading, json_lines, json_option, last_option, option
+from fedge.system.help import Command, json_lines, json_option, last_option, option
 from fedge.system.stopping import INTERRUPTED
-from fedge.system.text import printable
+from fedge.system.text import Heading, printable
 
 if TYPE_CHECKING:
     from coordinator.page.server import Page

@@ -1,1 +1,5 @@
-"""The authority of a federation: its members, and the credentials of its machines."""
+"""The authority of a federation: its members, and the credentials of its machines.
+
+`issuer` makes and renews certificates, `members` is the list, `renewals` answers devices over the wire,
+`installation` sets up a server, `cli` is `fedge provision`. Begin with `issuer`.
+"""

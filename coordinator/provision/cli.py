@@ -23,7 +23,8 @@ from fedge.membership.kit import SUFFIX, refuse_code
 from fedge.settings import given
 from fedge.system import systemd
 from fedge.system.files import write_atomically
-from fedge.system.help import CommandGroup, Heading, json_option, option
+from fedge.system.help import CommandGroup, json_option, option
+from fedge.system.text import Heading
 
 FOLDER: Final = Path("/etc/fedge")
 

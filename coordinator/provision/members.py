@@ -16,7 +16,8 @@ import msgspec
 from msgspec import Struct
 
 from fedge.errors import ConfigError, ProtocolError
-from fedge.identity.names import CRL, Authority, Role, Subject
+from fedge.identity.authority import Authority
+from fedge.identity.names import CRL, Role, Subject
 from fedge.system.files import version_of, write_atomically
 from fedge.wire.messages import Id
 

@@ -18,9 +18,10 @@ from fedge.membership.credentials import Credentials
 from fedge.models.weights import Allow
 from fedge.settings import CODE, Name, resolve, settings_options
 from fedge.system.background import STOP_S, on_signal
-from fedge.system.help import Command, Heading, json_lines
+from fedge.system.help import Command, json_lines
 from fedge.system.logs import bind
 from fedge.system.stopping import INTERRUPTED
+from fedge.system.text import Heading
 from fedge.tasks import task_spec
 
 Observer = Callable[[str, dict[str, Any]], None]

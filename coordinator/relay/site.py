@@ -35,8 +35,7 @@ from fedge.steps.training.train import Train, Trained
 from fedge.system.files import digest_of, write_atomically
 from fedge.system.stopping import Stop, StoppedError
 from fedge.tensors import codecs
-from fedge.tensors.codecs import Codec
-from fedge.tensors.layout import Layout, Tensors, unflatten
+from fedge.tensors.layout import Codec, Layout, Tensors, unflatten
 from fedge.wire.messages import MAX_SITE, BlobRef, Order, SiteDevice
 from fedge.wire.transport import BrokerSettings
 

@@ -24,10 +24,10 @@ from fedge.errors import ConfigError, failing_as
 from fedge.membership.credentials import Broker, Credentials, FederationName
 from fedge.settings import Seconds, resolve, settings_options
 from fedge.system.background import until_stopped
-from fedge.system.help import CommandGroup, Heading, json_lines, json_option, option
+from fedge.system.help import CommandGroup, json_lines, json_option, option
 from fedge.system.loading import code_in
 from fedge.system.stopping import INTERRUPTED
-from fedge.system.text import printable
+from fedge.system.text import Heading, printable
 from fedge.wire.messages import RolloutState, Share
 
 _json = json_option()

@@ -1,1 +1,8 @@
-"""The room coordinator.selection."""
+"""Who trains in a round: pure functions and a frozen state.
+
+`select` chooses among the rules, `ccmab` is the bandit under a deadline. Methods use it. Begin with `select`.
+"""
+
+from fedge.system.moved import names_of
+
+__getattr__ = names_of(__name__, "select")

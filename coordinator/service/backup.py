@@ -25,7 +25,8 @@ from coordinator.watch.options import HOME, JSON, STORE
 from coordinator.watch.state import read_summary
 from fedge.errors import ConfigError, StoreError
 from fedge.system.files import BlobFolder, copy_durably, whole_folder
-from fedge.system.help import Command, Heading, option
+from fedge.system.help import Command, option
+from fedge.system.text import Heading
 from fedge.wire.messages import Order
 
 TABLES: Final = ("rounds", "orders", "states", "counters", "meta", "offences", "events")

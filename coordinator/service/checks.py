@@ -11,7 +11,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from msgspec import Struct
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from coordinator.fleet.simulated.devices import CLASSES
 from coordinator.methods.method import Option, method_class, options_of
+from coordinator.service.findings import Finding, Samples
 from fedge.bundle.manifest import slot
 from fedge.commands.doctor import AGENT_GB
 from fedge.data.task import TaskSpec
@@ -42,24 +43,6 @@ Measured on x86-64 with MNIST: peaks of 0.57 GB for mobilenet-v3-small, where th
 where it says 1.19.
 """
 BATCH: Final = 32
-
-
-class Finding(Struct, frozen=True):
-    """A problem (`what`) and its remedy (`do`); `stops`: a run would be useless."""
-
-    what: str
-    do: str
-    stops: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.what}: {self.do}"
-
-
-class Samples(NamedTuple):
-    """Model inputs (n, *input_shape) and labels (n,), n >= 1."""
-
-    x: NDArray[np.float32]
-    y: NDArray[np.int64]
 
 
 def a_few(each: Iterable[tuple[NDArray[Any], NDArray[np.int64]]]) -> Samples | None:
@@ -124,7 +107,7 @@ def examine(
     """Try out the task's network, as a device would use it.
 
     Args:
-        task: what is learned; its network was built once (`fedge.models.network.initial`), which finds wrong input
+        task: what is learned; its network was built once (`fedge.models.build.initial`), which finds wrong input
         shapes.
         layout: of the network.
         without_profile: effect on the method if the network has no ReLU; empty: it needs none.
@@ -134,11 +117,11 @@ def examine(
         tell: called with what is tried next.
 
     Raises:
-        ConfigError: as `fedge.models.network.build`.
+        ConfigError: as `fedge.models.build.build`.
     """
     import torch
 
-    from fedge.models.network import build
+    from fedge.models.build import build
     from fedge.models.training import seeded
 
     samples = samples or made_up(task)
@@ -287,7 +270,7 @@ def without_profile(method: str, options: Mapping[str, Option]) -> str:
 def first_model(
     task: TaskSpec, seed: int, without_profile: str = "", name: str = "", data: Path | None = None
 ) -> tuple[Layout, Model]:
-    """Layout and first weights of the task's network, equal to `fedge.models.network.initial`, made in a child process.
+    """Layout and first weights of the task's network, equal to `fedge.models.build.initial`, made in a child process.
 
     Logs what is tried, and what users should know about the network before the first round. `name`, `data`: by which
     the task was described, and whose samples are tried (`samples_of`).
@@ -311,7 +294,7 @@ def first_model(
 def _begin(
     task: TaskSpec, seed: int, without_profile: str, name: str, data: Path | None
 ) -> tuple[Layout, Model, Examined]:
-    from fedge.models.network import initial
+    from fedge.models.build import initial
 
     layout, model = initial(task, seed)
 

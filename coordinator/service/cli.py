@@ -28,13 +28,13 @@ from fedge.errors import ConfigError, ProtocolError, StoreError
 from fedge.identity.names import Role, Subject
 from fedge.membership.credentials import Credentials
 from fedge.membership.signed_messages import speaker
-from fedge.models.weights import with_network
+from fedge.models.choice import with_network
 from fedge.settings import resolve, settings_options
 from fedge.system.background import until_stopped
-from fedge.system.help import Command, Heading, json_lines, json_option
+from fedge.system.help import Command, json_lines, json_option
 from fedge.system.logs import bind, in_json, note
 from fedge.system.stopping import INTERRUPTED
-from fedge.system.text import printable
+from fedge.system.text import Heading, printable
 from fedge.tasks import task_spec
 from fedge.wire.messages import Status, decode, is_outdated
 from fedge.wire.retained import retained

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from coordinator.service.checks import Finding, Samples
+from coordinator.service.findings import Finding, Samples
 from export.parity import difference, leaning
 from fedge.data.task import TaskSpec
 from fedge.errors import ProtocolError

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from coordinator.service.checks import Finding
+from coordinator.service.findings import Finding
 from fedge.data import images
 from fedge.data.task import TaskSpec
 

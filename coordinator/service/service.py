@@ -55,14 +55,14 @@ from fedge.models import weights
 from fedge.models.weights import Adapt, Allow, ModelName, TaskName, Weights, needed_on_devices
 from fedge.settings import Duration, Secret
 from fedge.system.files import write_atomically
-from fedge.system.help import Heading
+from fedge.system.hardware import Processor
 from fedge.system.logs import bind
 from fedge.system.malloc import tune_malloc
-from fedge.system.notify import ready
-from fedge.system.processor import Processor
+from fedge.system.systemd import ready
+from fedge.system.text import Heading
 from fedge.tasks import labelled, write_task
-from fedge.tensors.codecs import Codec, encode
-from fedge.tensors.layout import Layout, unflatten
+from fedge.tensors.codecs import encode
+from fedge.tensors.layout import Codec, Layout, unflatten
 from fedge.wire.messages import BlobRef, blobs_of
 
 log = logging.getLogger("fedge.coordinator")

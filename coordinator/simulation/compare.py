@@ -10,155 +10,31 @@ import tempfile
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any, Self
 
 import msgspec
 import numpy as np
 from msgspec import Struct
-from rich.console import Console
 
 from coordinator.methods.method import Server, make
 from coordinator.methods.options import check, method_and_options
 from coordinator.simulation.federation import partition_samples
-from coordinator.simulation.reports.outcome import Cost, RunOutcome, cost_of, data_frame
+from coordinator.simulation.reports.comparison import Comparison, MethodOutcome, Spread
+from coordinator.simulation.reports.outcome import Cost, RunOutcome, cost_of
 from coordinator.simulation.run import LOOK_S, Watch, require_wanted, simulate, try_network
 from coordinator.simulation.settings import CompareSettings, Scenario
 from fedge.errors import ConfigError, FedgeError, FruitlessError, StoreError, failing_as
 from fedge.models.training import torch_device
 from fedge.system.child import Child, DiedError
 from fedge.system.files import make_folder, write_atomically
+from fedge.system.hardware import Processor
 from fedge.system.loading import is_held
 from fedge.system.logs import at_level
-from fedge.system.processor import Processor
 from fedge.wire.messages import BlobRef
 
 FIGURES = ("std", "worst_decile", "macro_f1", "bytes_up", "bytes_down", "seconds", "wall_s", "evaluation_s")
 """Of each run; a comparison has their spread over the seeds."""
 SHARE_OF_THE_BEST = 0.95
 """The default target, as a share of the best method's accuracy."""
-
-
-class Spread(Struct, frozen=True, kw_only=True):
-    """A figure over the seeds; `std` is that of a sample (n - 1), 0 for one seed."""
-
-    mean: float
-    std: float
-    seeds: tuple[float, ...]
-
-
-class MethodOutcome(Struct, frozen=True, kw_only=True):
-    """One method over all seeds. Differences are in `accuracy`, seed by seed.
-
-    `to_baseline`: to the baseline. `to_best_other`: to the other method with the best mean, chosen in hindsight, which
-    flatters it. `cost`: mean cost of reaching the target; None unless every seed reached it. `cold_start`: of the late
-    joiners. `details`: the method's own numbers that exist for every seed.
-    """
-
-    method: str
-    accuracy: Spread
-    to_baseline: Spread | None
-    best_other: str | None
-    to_best_other: Spread | None
-    std: Spread
-    worst_decile: Spread
-    macro_f1: Spread
-    global_accuracy: Spread | None
-    bytes_up: Spread
-    bytes_down: Spread
-    seconds: Spread
-    wall_s: Spread
-    evaluation_s: Spread
-    cost: Cost | None
-    cold_start: Spread | None = None
-    details: dict[str, Spread] = {}
-
-
-class Comparison(Struct, frozen=True, kw_only=True):
-    """The JSON file of `fedge compare`."""
-
-    scenario: Scenario
-    seeds: tuple[int, ...]
-    baseline: str
-    target: float
-    methods: tuple[MethodOutcome, ...]
-    runs: tuple[RunOutcome, ...]
-
-    def rows(self) -> list[dict[str, Any]]:
-        """One row per method and seed, for the CSV file and `to_pandas`."""
-        figures = (
-            *("accuracy", "std", "worst_decile", "macro_f1", "weighted_f1", "global_accuracy", "cold_start"),
-            *("rounds", "bytes_up", "bytes_down", "seconds", "wall_s", "bundles"),
-        )
-        return [
-            {"method": run.method, "seed": run.seed} | {name: getattr(run, name) for name in figures}
-            for run in self.runs
-        ]
-
-    def to_pandas(self) -> Any:
-        """The `rows` as a `pandas.DataFrame`.
-
-        Raises:
-            ConfigError: pandas is not installed.
-        """
-        return data_frame(self.rows())
-
-    def plot(self, axes: Any = None) -> Any:
-        """Draw accuracy by round on matplotlib axes (default: new ones) and return them."""
-        from coordinator.simulation.reports.plots import draw_by_round
-
-        return draw_by_round(self.runs, axes)
-
-    @classmethod
-    def read(cls, figures: bytes) -> Self:
-        """A comparison from its JSON file.
-
-        Raises:
-            msgspec.DecodeError: it is none.
-        """
-        return msgspec.json.decode(figures, type=cls, dec_hook=lambda kind, text: kind(text))
-
-    def __str__(self) -> str:
-        """What `fedge compare` prints."""
-        from coordinator.simulation.reports.report import show
-
-        with (console := Console(no_color=True)).capture() as shown:
-            show(self, console)
-        return shown.get().rstrip()
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        from coordinator.simulation.reports.report import headings, in_a_notebook, lead, row, table
-
-        return in_a_notebook(lead(self), table(headings(self), map(row, self.methods)), self.runs)
-
-
-class Demonstration(Comparison, frozen=True, kw_only=True):
-    """The JSON file of `fedge demo`: ways to learn on one seed, the last of them by real processes.
-
-    `learned_by`: the method of that one. `wall_s`: from start to end. `places`: of devices in a plane, similar updates
-    side by side; empty if the method compares no updates.
-    """
-
-    learned_by: str
-    broker: str
-    wall_s: float
-    places: dict[str, tuple[float, float]]
-
-    def rows(self) -> list[dict[str, Any]]:
-        """One row per device with its data, and its accuracy by each way to learn."""
-        *_, ours = self.runs
-        return [
-            {
-                "device": device.id,
-                "n_train": device.n_train,
-                "n_test": device.score.n,
-                "rounds": device.trained,
-                "cluster": " ".join(k for k, members in ours.clusters.items() if device.id in members),
-                **{run.method: run.devices[number].score.accuracy for run in self.runs},
-            }
-            for number, device in enumerate(ours.devices)
-        ]
 
 
 class _Run(Struct, frozen=True, kw_only=True):

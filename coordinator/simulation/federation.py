@@ -22,7 +22,7 @@ from edge_agent.learning import batched
 from fedge.data import preprocessing
 from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError
-from fedge.models.network import initial
+from fedge.models.build import initial
 from fedge.models.training import torch_device
 from fedge.steps.masked.mask_shares import MAX_COHORT
 from fedge.tasks import DeviceData, Pool, Share, partition, set_apart, share_data

@@ -23,7 +23,8 @@ from coordinator.methods.method import Option, method_class
 from coordinator.methods.options import check, method_and_options
 from coordinator.simulation import compare as comparing
 from coordinator.simulation import run as running
-from coordinator.simulation.compare import Comparison, scenario_of
+from coordinator.simulation.compare import scenario_of
+from coordinator.simulation.reports.comparison import Comparison
 from coordinator.simulation.reports.outcome import Cost, RunOutcome, cost_of
 from coordinator.simulation.reports.report import (
     in_a_notebook,
@@ -49,7 +50,7 @@ from fedge.settings import describe, given
 from fedge.system.loading import hold, is_held, load_role
 from fedge.tasks import Task
 from fedge.tasks.own import name_of
-from fedge.tasks.partition import check_partitioning
+from fedge.tasks.shares import check_partitioning
 
 if TYPE_CHECKING:
     from coordinator.simulation.tune import Tuning

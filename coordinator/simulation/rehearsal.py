@@ -16,7 +16,7 @@ from coordinator.fleet.problems import reasons_of, told
 from coordinator.fleet.simulated.fleet import SimulatedFleet
 from coordinator.methods.method import Method, MethodSettings, Option, Server, State, method_class
 from coordinator.methods.promises import HOW, SHARED
-from coordinator.service.checks import Finding, Samples
+from coordinator.service.findings import Finding, Samples
 from coordinator.service.proof import Recorded, is_ours
 from coordinator.simulation import rounds
 from fedge.data.task import TaskSpec
@@ -25,8 +25,7 @@ from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Train
 from fedge.system.loading import FAILURES, reason_of
 from fedge.system.logs import at_level
-from fedge.tensors.codecs import Codec
-from fedge.tensors.layout import Layout
+from fedge.tensors.layout import Codec, Layout
 
 DEVICES: Final = 4
 """Of a rehearsal; each has all samples that are given."""
@@ -81,7 +80,7 @@ class _Stage:
 
     def _begin(self, **changes: Any) -> tuple[Method[Any], SimulatedFleet, State]:
         from edge_agent.device.worker import Worker
-        from fedge.models.network import initial
+        from fedge.models.build import initial
         from fedge.tasks import DeviceData
 
         self._n += 1

@@ -20,7 +20,8 @@ from coordinator.aggregation.protection import Protection
 from coordinator.fleet.problems import reasons_of, told
 from coordinator.fleet.simulated.fleet import Execute, SimulatedFleet
 from coordinator.methods.method import Method, Option, Server, State, make
-from coordinator.service.checks import N_SAMPLES, Finding, a_few, examine, require_sound, without_profile
+from coordinator.service.checks import N_SAMPLES, a_few, examine, require_sound, without_profile
+from coordinator.service.findings import Finding
 from coordinator.service.samples import by_class, without_samples
 from coordinator.simulation import rounds
 from coordinator.simulation.evaluation import Evaluation, epsilon_spent
@@ -31,7 +32,7 @@ from edge_agent.learning import batched
 from fedge.errors import ConfigError, FruitlessError
 from fedge.models.training import torch_device
 from fedge.steps.training.train_dp import weak_delta
-from fedge.system.processor import Processor
+from fedge.system.hardware import Processor
 
 T = TypeVar("T")
 QUIET_S: Final = 10.0

@@ -15,9 +15,9 @@ from coordinator.methods import method as methods
 from coordinator.methods.method import DEFAULT, MethodSettings, Option, settings_of
 from coordinator.watch.tracking import MLflow, TensorBoard
 from fedge.settings import CODE, AtLeastOne, Duration
-from fedge.system.help import Heading
-from fedge.system.processor import Processor, TrainOn
-from fedge.tasks.partition import NGroups, Partitioning, Rule, Sensitive
+from fedge.system.hardware import Processor, TrainOn
+from fedge.system.text import Heading
+from fedge.tasks.shares import NGroups, Partitioning, Rule, Sensitive
 
 Engine = Literal["local", "ray"]
 """What carries out the devices' orders."""

@@ -28,7 +28,7 @@ from coordinator.simulation.settings import Scenario, Setup, TuneSettings
 from fedge.errors import ConfigError, FedgeError, ProtocolError
 from fedge.settings import given, metas_of
 from fedge.system.files import make_folder, write_atomically
-from fedge.system.processor import Processor
+from fedge.system.hardware import Processor
 from fedge.tasks import Partitioning
 
 os.environ |= {

@@ -1,1 +1,9 @@
-"""The room coordinator.store."""
+"""The coordinator's durable state.
+
+`store` is all of it, `database` its tables, `blobs` its tensors, `registry` the devices by their last word, `requests`
+what people ask of a running coordinator, `records` the types. Begin with `store`.
+"""
+
+from fedge.system.moved import names_of
+
+__getattr__ = names_of(__name__, "store")

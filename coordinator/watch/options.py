@@ -10,7 +10,8 @@ import click
 
 from coordinator.store.store import Store
 from coordinator.watch.state import read_summary
-from fedge.system.help import Heading, json_option, option
+from fedge.system.help import json_option, option
+from fedge.system.text import Heading
 
 HOME_HELP: Final = "This is the folder of a coordinator on this machine."
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Annotated, Final
 
 from fedge.errors import ConfigError, failing_as
-from fedge.system.help import Heading
 from fedge.system.loading import needs
+from fedge.system.text import Heading
 
 log = logging.getLogger("fedge.coordinator")
 

@@ -1,1 +1,4 @@
-"""The room deploy.commands."""
+"""The commands of a device that predicts: `fedge infer`, `serve` and `install`.
+
+Begin with `infer`.
+"""

@@ -30,8 +30,8 @@ from fedge.data.preprocessing import apply, load_image
 from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError, UpdateRejected, failing_as
 from fedge.settings import resolve, settings_options
-from fedge.system.help import Command, Heading, json_lines
-from fedge.system.text import printable
+from fedge.system.help import Command, json_lines
+from fedge.system.text import Heading, printable
 
 MAX_ROWS = 20
 """Samples of one input that the table shows; --json has them all."""

@@ -17,7 +17,8 @@ from fedge.bundle.manifest import MANIFEST, Bundle, digest_in, look, read, requi
 from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError, StoreError, UpdateRejected, failing_as
 from fedge.system.files import InUseError, whole_folder, write_atomically
-from fedge.system.help import Command, Heading, json_option, option
+from fedge.system.help import Command, json_option, option
+from fedge.system.text import Heading
 from fedge.wire.rollout import MAX_METADATA_BYTES
 
 HANDED_S: Final = 300.0

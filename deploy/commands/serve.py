@@ -48,10 +48,11 @@ from fedge.privacy.egress import Door, Rules, RulesFile, rules_of
 from fedge.settings import NAME, Name, Secret, resolve, settings_options
 from fedge.steps.contract import Reveals
 from fedge.system.background import first_failure, on_signal
-from fedge.system.help import Command, Heading, json_lines
+from fedge.system.help import Command, json_lines
 from fedge.system.logs import bind
-from fedge.system.notify import ready
 from fedge.system.stopping import INTERRUPTED
+from fedge.system.systemd import ready
+from fedge.system.text import Heading
 from fedge.wire.route import parse_address
 from fedge.wire.topics import Topics
 from fedge.wire.transport import SHORT_SESSION_S, SLOW_RETRY_S, BrokerSettings, Transport

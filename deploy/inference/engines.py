@@ -20,13 +20,13 @@ import numpy as np
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from deploy.inference.sessions import Provider, Session
-from fedge.bundle import formula as fusion
+from fedge.bundle import formula
 from fedge.bundle.formula import Floats, Formula, fuse, gate_scores
 from fedge.bundle.graph_reader import largest_int8
 from fedge.bundle.manifest import INT8, OUTPUTS, Bundle, Part, PoolInfo
 from fedge.data.task import INPUT, LOGITS
 from fedge.errors import ConfigError
-from fedge.system.help import Heading
+from fedge.system.text import Heading
 from fedge.tensors.layout import Tensors, views_of
 from fedge.wire.messages import Role
 
@@ -138,7 +138,7 @@ def make(
     """Load a bundle into an engine that it supports.
 
     `providers`: of ONNX Runtime, in order of preference. `mode` "shift": a flat prior, for samples unlike the device's
-    own (`fusion.shifted`).
+    own (`formula.shifted`).
 
     Raises:
         ConfigError: the mode does not apply to the bundle.
@@ -149,14 +149,14 @@ def make(
     def numbers() -> Tensors:
         return views_of((bundle.folder / bundle.manifest.gate.file_name).read_bytes())
 
-    changed = fusion.shifted(numbers()) if mode == "shift" else {}
+    changed = formula.shifted(numbers()) if mode == "shift" else {}
     if engine == "fused":
         parts = [part.file_name for part in dict.fromkeys(bundle.manifest.parts)]
         return Whole(Session(bundle.graph, bundle.folder, threads, providers, changed, parts=parts))
     if engine == "int8":
         return Whole(Session(bundle.folder / INT8, bundle.folder, threads, providers, changed))
     experts = [k for k, c in enumerate(bundle.manifest.candidates) if c.role.is_shared]
-    how = fusion.prepared(numbers() | changed, experts, bundle.manifest.fusion.top)
+    how = formula.prepared(numbers() | changed, experts, bundle.manifest.fusion.top)
     return (Lazy if engine == "lazy" else Separate)(bundle, how, threads, providers)
 
 
@@ -220,12 +220,12 @@ class Lazy(Separate):
         super().__init__(bundle, how, threads, providers)
         candidates = bundle.manifest.candidates
         recorded = [np.inf if isinstance(c.energy_max, UnsetType) else c.energy_max for c in candidates]
-        self._first = {k for k, c in enumerate(candidates) if c.role is Role.PRIVATE or k == fusion.guarding(how)}
+        self._first = {k for k, c in enumerate(candidates) if c.role is Role.PRIVATE or k == formula.guarding(how)}
         self._expert = [c.role.is_shared for c in candidates]
         self._lock = threading.Lock()
         self._bounds = [0.0] * len(candidates)
         if how.beta:
-            self._bounds = fusion.counted(how, np.array(recorded, np.float32)).tolist()
+            self._bounds = formula.counted(how, np.array(recorded, np.float32)).tolist()
 
     def run(self, x: Floats) -> list[Floats]:
         """The outputs of model inputs."""
@@ -248,7 +248,7 @@ class Lazy(Separate):
             if n_run >= len(self._first) and score and not exact and not self._matters(order[n_run:], bound, score):
                 break
             logits[k] = self._logits(k, x)
-            energy = fusion.counted_energy(self._how, k, logits[k][0])
+            energy = formula.counted_energy(self._how, k, logits[k][0])
             if not math.isfinite(energy + gate[k]):
                 continue  # the fusion drops it
             score[k] = gate[k] + energy

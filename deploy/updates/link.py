@@ -37,8 +37,8 @@ from fedge.identity.names import Role, Subject
 from fedge.membership.signed_messages import speaker
 from fedge.privacy.egress import Rules, WithheldError, without_figures
 from fedge.system.files import BlobFolder, digest_of, read_kept, versions_in, write_atomically
+from fedge.system.hardware import temperature_c
 from fedge.system.logs import Lines
-from fedge.system.sensors import temperature_c
 from fedge.wire.messages import Announcement, BlobRef, Health, Phase, Quality, Rollout, RolloutState, decode, encode
 from fedge.wire.rollout import MAX_METADATA_BYTES, takes_part
 from fedge.wire.topics import Topics

@@ -18,9 +18,9 @@ from fedge.errors import ConfigError
 from fedge.privacy.egress import Rules, rules_of
 from fedge.settings import resolve, settings_options
 from fedge.system.background import STOP_S, on_signal
+from fedge.system.hardware import Processor
 from fedge.system.help import Command, json_lines
 from fedge.system.logs import bind
-from fedge.system.processor import Processor
 from fedge.system.stopping import INTERRUPTED
 
 if TYPE_CHECKING:

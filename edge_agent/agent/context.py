@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 
-from fedge.system.sensors import temperature_c
+from fedge.system.hardware import temperature_c
 from fedge.wire.messages import Context
 
 

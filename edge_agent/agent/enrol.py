@@ -20,8 +20,9 @@ from fedge.membership.kit import MAX_BYTES, Kit, unseal
 from fedge.settings import section_of
 from fedge.system import systemd
 from fedge.system.files import write_atomically
-from fedge.system.help import Command, Heading, json_option, option
+from fedge.system.help import Command, json_option, option
 from fedge.system.loading import code_in
+from fedge.system.text import Heading
 
 FOLDER: Final = Path("/etc/fedge")
 HOME: Final = Path("/var/lib/fedge")

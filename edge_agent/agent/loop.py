@@ -58,7 +58,7 @@ from fedge.steps.masked.mask_shares import MaskShares
 from fedge.system.background import Background
 from fedge.system.files import BlobFolder, highest_release, volatile
 from fedge.system.logs import Lines, bound, note
-from fedge.system.notify import ready
+from fedge.system.systemd import ready
 from fedge.system.text import in_words
 from fedge.wire.messages import (
     Ack,

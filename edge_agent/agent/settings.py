@@ -15,8 +15,8 @@ from fedge.privacy.egress import RulesFile
 from fedge.settings import CODE, Duration, Seconds
 from fedge.steps.contract import Steps, known_steps
 from fedge.steps.masked.mask_shares import MIN_COHORT
-from fedge.system.help import Heading
-from fedge.system.processor import Processor, TrainOn
+from fedge.system.hardware import Processor, TrainOn
+from fedge.system.text import Heading
 
 
 class AgentSettings(Credentials, frozen=True, kw_only=True):

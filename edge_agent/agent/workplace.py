@@ -30,7 +30,7 @@ from fedge.steps.contract import Action, Failed, Refusal, read_action, read_resu
 from fedge.steps.training.train_dp import TrainDp, TrainedDp
 from fedge.system.child import Child, DiedError
 from fedge.system.files import BlobFolder, remove_unfinished, versions_in
-from fedge.system.processor import Processor
+from fedge.system.hardware import Processor
 from fedge.system.stopping import Stop, StoppedError
 from fedge.wire.messages import BlobRef, Order, Report, Why
 

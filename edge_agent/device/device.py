@@ -29,8 +29,7 @@ from fedge.steps.contract import Failed, Steps, device_half
 from fedge.steps.mixture.install import Installed
 from fedge.system.files import digest_of, highest_release, remove_unread, write_atomically
 from fedge.system.stopping import Stop, never
-from fedge.tensors.codecs import Codec
-from fedge.tensors.layout import Model, flatten, from_bytes, to_bytes, unflatten
+from fedge.tensors.layout import Codec, Model, flatten, from_bytes, to_bytes, unflatten
 from fedge.wire.messages import BlobRef, Order, Why
 
 if TYPE_CHECKING:
@@ -84,7 +83,7 @@ class FailedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Unpacked:
-    """A model or an update before encoding: read-only, what decoding its bytes would give (`edge_agent.device.encoding`)."""
+    """A model or an update before encoding (`edge_agent.device.encoding`): read-only, what decoding its bytes gives."""
 
     kept: Model | Stored
     layout: Layout

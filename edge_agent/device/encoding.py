@@ -17,8 +17,7 @@ from edge_agent.device.room import Room
 from fedge.errors import ProtocolError
 from fedge.system.files import digest_of
 from fedge.tensors import codecs
-from fedge.tensors.codecs import Codec
-from fedge.tensors.layout import Layout, Model, Tensors, flatten, unflatten
+from fedge.tensors.layout import Codec, Layout, Model, Tensors, flatten, unflatten
 from fedge.wire.messages import BlobRef
 
 _room: ContextVar[Room | None] = ContextVar("room", default=None)

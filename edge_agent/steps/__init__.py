@@ -1,1 +1,5 @@
-"""The device halves of the steps; `fedge.steps` has the contract of each under the same name."""
+"""Device halves of steps: `run(device, action) -> result`.
+
+The rooms are those of `fedge.steps`, where the contracts are; the listing of both shows everything that a device can be
+asked to do. Begin with `training.train`.
+"""

@@ -33,9 +33,8 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from fedge.bundle.graph_reader import unbounded
-from fedge.data.task import PRINTABLE, TaskSpec
+from fedge.data.task import MAX_POOL, PRINTABLE, TaskSpec
 from fedge.errors import MALFORMED, ConfigError, ProtocolError, UpdateRejected, failing_as
-from fedge.steps.mixture.fit_pool import MAX_POOL
 from fedge.system.files import digest_of
 from fedge.tensors.layout import places_in
 from fedge.wire.messages import Count, Digest, NonNegative, Role, Share

@@ -32,7 +32,8 @@ from fedge.membership.credentials import CERTIFICATE
 from fedge.system import child
 from fedge.system.background import on_signal
 from fedge.system.files import version_of
-from fedge.system.help import Command, Heading, json_option, option
+from fedge.system.help import Command, json_option, option
+from fedge.system.text import Heading
 from fedge.wire.streams import connection
 
 log = logging.getLogger("fedge.broker")

@@ -11,7 +11,6 @@ import inspect
 import logging
 import re
 import signal
-import sys
 from collections.abc import Sequence
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
@@ -21,11 +20,11 @@ import click
 
 import fedge
 from fedge.errors import ConfigError, FedgeError
-from fedge.system.help import Command, CommandGroup, Heading, option
+from fedge.system.help import Command, CommandGroup, option
 from fedge.system.loading import needs
 from fedge.system.logs import Format, configure, in_json
 from fedge.system.stopping import INTERRUPTED, hear_no_more
-from fedge.system.text import nearest, printable
+from fedge.system.text import Heading, nearest, printable
 
 log = logging.getLogger("fedge")
 
@@ -256,7 +255,3 @@ def _load(name: str, point: EntryPoint) -> click.Command:
         raise needs(error, f"fedge {name}", COMMANDS[name].extra) from error
     assert isinstance(loaded, click.Command)
     return with_lines_kept(loaded)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

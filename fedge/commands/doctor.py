@@ -28,8 +28,8 @@ from fedge.membership.credentials import CERTIFICATE, Broker, Credentials, Devic
 from fedge.membership.signed_messages import speaker
 from fedge.settings import resolve, section_of, settings_options
 from fedge.system import child
-from fedge.system.help import Command, Heading, json_option
-from fedge.system.text import host_and_port, printable
+from fedge.system.help import Command, json_option
+from fedge.system.text import Heading, host_and_port, printable
 from fedge.wire.messages import BEACON_S, Beacon, decode
 from fedge.wire.route import ProxyError, connect
 from fedge.wire.topics import Topics
@@ -150,18 +150,12 @@ def _torch() -> Finding:
     if find_spec("torch") is None:
         return Finding("torch", "ok", "not installed: this device predicts, and does not train")
     try:
-        return Finding("torch", "ok", child.call("fedge.commands.doctor:torch_here", returns=str, timeout_s=TORCH_S))
+        return Finding(
+            "torch", "ok", child.call("fedge.models.torchvision_ops:torch_here", returns=str, timeout_s=TORCH_S)
+        )
     except (ConfigError, TimeoutError) as error:
         do = "docs/devices.md tells which torch runs on which board; install with -c constraints.txt"
         return Finding("torch", "bad", f"cannot be imported: {error}", do)
-
-
-def torch_here() -> str:
-    """Torch's version, and the GPU that it sees."""
-    import torch
-
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    return f"{torch.__version__}, {gpu}"
 
 
 def _onnxruntime() -> Iterator[Finding]:

@@ -14,8 +14,8 @@ from fedge.errors import ConfigError
 from fedge.privacy.egress import PRESETS, RULES_HELP, TOLD, rules_of
 from fedge.privacy.ledger import Line, lines
 from fedge.steps.contract import Action, Result, Reveals, installed_steps
-from fedge.system.help import Command, Heading, json_option, last_option, option
-from fedge.system.text import printable
+from fedge.system.help import Command, json_option, last_option, option
+from fedge.system.text import Heading, printable
 from fedge.wire.messages import Report, Want
 
 NOUNS: Final = {

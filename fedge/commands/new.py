@@ -51,7 +51,7 @@ def new(folder: Path, *, as_json: bool) -> None:
     words = {"name": name, "module": module, "class_name": "".join(part.title() for part in module.split("_"))}
     made = {}
     for template in ("task.py", "test_task.py", "settings.toml", "README.md"):
-        text = files("fedge").joinpath("project", f"{template}.txt").read_text(encoding="utf-8")
+        text = files("fedge.commands").joinpath("project", f"{template}.txt").read_text(encoding="utf-8")
         made[folder / template.replace("task", module)] = Template(text).substitute(words).encode()
     made |= {folder / "samples" / file: content for file, content in samples().items()}
     for path, content in made.items():

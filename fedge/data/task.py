@@ -124,3 +124,7 @@ def gate_pool(input_shape: tuple[int, ...]) -> tuple[int, int]:
     if len(input_shape) != 3:
         return (1, 1)
     return (-(-input_shape[1] // 8), -(-input_shape[2] // 8))
+
+
+MAX_POOL: Final = 400
+"""Private modules of a pool: an order names each of them in about 100 bytes."""

@@ -10,7 +10,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from fedge.errors import ConfigError, failing_as
-from fedge.system.help import Heading
+from fedge.system.text import Heading
 
 ListenHost = Annotated[
     str, Heading.SERVER, "The server listens on this address; with 0.0.0.0 everybody in the network may ask."

@@ -10,7 +10,7 @@ from msgspec import Meta, Struct
 
 from fedge.errors import ConfigError
 from fedge.settings import ClientPrefix, Name, Secret, TopicPrefix
-from fedge.system.help import Heading
+from fedge.system.text import Heading
 from fedge.wire.route import Proxy, parse_address, parse_proxy
 from fedge.wire.transport import BrokerSettings
 

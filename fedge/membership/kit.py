@@ -19,7 +19,8 @@ from msgspec import Meta, Struct
 from fedge.data.task import TaskSpec
 from fedge.errors import MALFORMED, ConfigError
 from fedge.identity import certificates
-from fedge.identity.names import out_of_date, subject_of
+from fedge.identity.authority import out_of_date
+from fedge.identity.names import subject_of
 from fedge.settings import ClientPrefix, Name, TopicPrefix
 from fedge.wire.route import parse_address
 

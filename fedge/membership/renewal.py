@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from fedge.errors import ConfigError, ProtocolError, StoreError, TransportError
-from fedge.identity.names import Role, out_of_date, subject_of
+from fedge.identity.authority import out_of_date
+from fedge.identity.names import Role, subject_of
 from fedge.system.files import write_atomically
 from fedge.wire.topics import Topics
 from fedge.wire.transport import Inbound, Transport

@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from fedge.errors import ConfigError, ProtocolError, StoreError, TransportError
-from fedge.identity.names import CRL, URN, Authority, Key, Role, Subject, out_of_date, verify
+from fedge.identity.authority import Authority, Key, out_of_date, verify
+from fedge.identity.names import CRL, URN, Role, Subject
 from fedge.system.files import read_kept, version_of, write_atomically
 from fedge.wire.messages import MAX_MESSAGE_BYTES
 from fedge.wire.topics import Topics

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from fedge.data.task import Preprocessing, TaskSpec
 from fedge.errors import ConfigError
-from fedge.models.network import build
+from fedge.models.build import build
 from fedge.system.loading import FAILURES
 
 log = logging.getLogger("fedge.models")

@@ -7,8 +7,6 @@ layers counts once.
 
 from __future__ import annotations
 
-import copy
-import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
@@ -17,13 +15,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from fedge.data.task import INPUT, LOGITS, TaskSpec
+from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError
-from fedge.models import torchvision_ops
-from fedge.models.networks import NETWORKS
-from fedge.models.weights import ADAPT, tell_fresh_head
-from fedge.system.loading import FAILURES, load_object, reason_of
-from fedge.system.text import nearest
+from fedge.system.loading import FAILURES, reason_of
 from fedge.tensors.layout import HEAD, Layout, Model, TensorInfo, flatten, unflatten
 
 _KINDS = {torch.float32: "buffer", torch.int64: "counter"}
@@ -32,126 +26,6 @@ _LAYERS: Final[dict[str, tuple[type[nn.Module], ...]]] = {
     "conv": (nn.modules.conv._ConvNd,),  # noqa: SLF001
     "linear": (nn.Linear,),
 }
-
-
-def build(task: TaskSpec) -> nn.Module:
-    """The task's network with weights from torch's global generator, or with the given weights if it is adapted.
-
-    A user's factory is called with the task, or without arguments if it takes none; a module class works, too. A module
-    passed in Python is copied with its weights.
-
-    Raises:
-        ConfigError: the network is unknown, an option is wrong, the user's factory fails or returns no module, or the
-            task's weights are missing or do not fit.
-    """
-    module = _plain(task)
-    if ADAPT not in task.model_options:
-        return module
-    from fedge.models import adapters
-
-    adapters.begin(module, task)
-    adapters.adapt(module, task)
-    return module
-
-
-def _plain(task: TaskSpec) -> nn.Module:
-    if ":" not in task.model:
-        if task.model not in NETWORKS:
-            hint = nearest(task.model, NETWORKS)
-            raise ConfigError(
-                f"unknown model {task.model}{hint}: use one of {', '.join(NETWORKS)}, or package.module:factory"
-            )
-        return NETWORKS[task.model](task)
-    torchvision_ops.declare()
-    factory = load_object(task.model)
-    try:
-        module = copy.deepcopy(factory) if isinstance(factory, nn.Module) else _call(factory, task)
-    except FAILURES as error:
-        raise ConfigError(f"{task.model} fails with {reason_of(error)}") from error
-    if not isinstance(module, nn.Module):
-        raise ConfigError(f"{task.model} returned {type(module).__name__}, not a torch.nn.Module")
-    require_usable(module, task)
-    return module
-
-
-def require_usable(module: nn.Module, task: TaskSpec) -> None:
-    """Refuse a network whose tensors cannot be sent, averaged and put back by name.
-
-    Raises:
-        ConfigError: it is scripted or compiled, its state holds something else than tensors, or a tensor has no shape
-            yet, no elements, a wrong type, a name that graphs use, or its memory in common with another, or is not in
-            main memory.
-    """
-    for name, layer in module.named_modules():
-        if (maker := _maker_of(layer)) is not None:
-            what = f"its layer {name}" if name else "it"
-            raise ConfigError(f"{task.model}: {what} was made by {maker}: give the torch.nn.Module that it was made of")
-    for name, value in module.state_dict().items():
-        if not isinstance(value, torch.Tensor):
-            what = f"its state has {name}, a {type(value).__name__}, and only tensors are sent"
-            do = "keep it in a buffer (register_buffer), not in get_extra_state, and train before you quantise"
-            raise ConfigError(f"{task.model}: {what}: {do}")
-    places: dict[int, str] = {}
-    for name, tensor in state(module):
-        if (fault := _fault(name, tensor)) is not None:
-            raise ConfigError(f"{task.model}: tensor {name} {fault}")
-        if (other := places.setdefault(tensor.data_ptr(), name)) != name:
-            do = "assign the parameter itself, as in self.b.weight = self.a.weight, or copy it with clone()"
-            raise ConfigError(f"{task.model}: tensors {other} and {name} share their memory, but are two: {do}")
-
-
-def _fault(name: str, tensor: torch.Tensor) -> str | None:
-    """What is wrong with a tensor, and what to do; None: nothing. Raises ConfigError if it has a wrong type."""
-    if nn.parameter.is_lazy(tensor):
-        do = "name the sizes, as in torch.nn.Linear(64, 32) instead of LazyLinear(32)"
-        return f"is lazy, it has no shape before the first input: {do}"
-    if not tensor.numel():
-        return f"of shape {tuple(tensor.shape)} has no elements: leave it out, or check the sizes of its layer"
-    if tensor.device.type != "cpu":
-        return f"is on {tensor.device}: make the network on the cpu; --train-on says where it learns"
-    if name in {INPUT, LOGITS}:
-        return f"is called as the input or the output of graphs ({INPUT}, {LOGITS}): give it another name"
-    _info(name, tensor, "")
-    return None
-
-
-def _maker_of(layer: nn.Module) -> str | None:
-    """What turned a layer into code that nothing can look into or export; None: nothing did."""
-    if isinstance(layer, torch.jit._script.RecursiveScriptModule):  # noqa: SLF001 - a traced one can be looked into
-        return "torch.jit.script"
-    if isinstance(layer, nn.DataParallel):
-        return "torch.nn.DataParallel"
-    return "torch.compile" if hasattr(layer, "_orig_mod") else None
-
-
-def _call(factory: Callable[..., object], task: TaskSpec) -> object:
-    """Call a factory with the task, or without arguments."""
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    needed = [p for p in inspect.signature(factory).parameters.values() if p.kind in kinds and p.default is p.empty]
-    return factory(task) if needed else factory()
-
-
-def initial(task: TaskSpec, seed: int) -> tuple[Layout, Model]:
-    """Layout and initial weights of the task's network: equal seeds, equal bytes. Leaves the global generator alone.
-
-    Raises:
-        ConfigError: as `build`; or a weight is NaN or infinite.
-    """
-    from fedge.models import adapters
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        module = build(task)
-    if ADAPT not in task.model_options:
-        adapters.begin(module, task)
-    layout = layout_of(module, head_name(module, task))
-    tell_fresh_head(task, layout)
-    if wrong := [name for name, own in state(module) if own.is_floating_point() and not own.isfinite().all()]:
-        raise ConfigError(
-            f"{task.model} begins with NaN or infinity in {', '.join(wrong[:4])}: initialise these weights, or give "
-            "weights that are finite"
-        )
-    return layout, dump(module, layout)
 
 
 @contextmanager
@@ -240,7 +114,7 @@ def layout_of(module: nn.Module, head: str | None = None) -> Layout:
     layers = {name: _layer(layer) for name, layer in module.named_modules()}
     if head is not None:
         layers[head] = "head"
-    tensors = [_info(name, tensor, layers[name.rpartition(".")[0]]) for name, tensor in state(module)]
+    tensors = [info_of(name, tensor, layers[name.rpartition(".")[0]]) for name, tensor in state(module)]
     buffers = [info for info in tensors if info.kind != "param"]
     params = sorted((info for info in tensors if info.kind == "param"), key=lambda info: info.layer == "head")
     return Layout(tensors=(*params, *buffers))
@@ -283,7 +157,8 @@ def _layer(layer: nn.Module) -> str:
     return next((kind for kind, classes in _LAYERS.items() if isinstance(layer, classes)), "")
 
 
-def _info(name: str, tensor: torch.Tensor, layer: str) -> TensorInfo:
+def info_of(name: str, tensor: torch.Tensor, layer: str) -> TensorInfo:
+    """Describe a tensor of a network for its layout. Raises ConfigError: its type cannot travel."""
     kind = "param" if tensor.requires_grad and tensor.dtype is torch.float32 else _KINDS.get(tensor.dtype)
     if kind is None:
         raise ConfigError(f"tensor {name} is {tensor.dtype}; a network may have float32 tensors and int64 buffers")

@@ -39,3 +39,9 @@ def _loads(folder: Path) -> bool:
     except OSError:
         return False
     return True
+
+
+def torch_here() -> str:
+    """Torch's version, and the GPU that it sees."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    return f"{torch.__version__}, {gpu}"

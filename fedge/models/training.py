@@ -30,9 +30,10 @@ from torch.utils.flop_counter import flop_registry
 
 from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError
+from fedge.models import build
 from fedge.models import network as models
 from fedge.steps.sgd import Sgd
-from fedge.system.processor import Processor
+from fedge.system.hardware import Processor
 from fedge.system.stopping import StoppedError, never
 from fedge.tensors.layout import BASE, Layout, Model
 
@@ -89,7 +90,7 @@ class Network:
         self.task = task
         self.processor = processor
         with torch.random.fork_rng(devices=[]):
-            self.module = models.build(task)
+            self.module = build.build(task)
         self.layout: Layout = models.layout_of(self.module, models.head_name(self.module, task))
         self.module.to(processor)
         parameters = dict(self.module.named_parameters())

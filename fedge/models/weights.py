@@ -13,13 +13,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Final
 
-import msgspec
-
 from fedge.data.task import TaskSpec
-from fedge.errors import ConfigError, StoreError, failing_as
+from fedge.errors import ConfigError, StoreError
 from fedge.settings import CODE
 from fedge.system.files import cache_folder, digest_of, write_atomically
-from fedge.system.help import Heading
+from fedge.system.text import Heading
 from fedge.tensors.layout import Layout, places_in
 from fedge.wire.messages import BlobRef
 
@@ -65,39 +63,6 @@ Adapt = Annotated[
     "lora:RANK, head, or layers such as head,layer4.*; !norm is all but the normalisation. By default everything is "
     "trained.",
 ]
-
-
-def with_network(
-    task: TaskSpec, model: str | None = None, weights: Path | None = None, adapt: str | None = None
-) -> TaskSpec:
-    """The task with another network, its initial weights, and the selection of what is trained.
-
-    What another network turns into whole numbers is not scaled (`fedge.models.lookups`).
-
-    Args:
-        task: whose own network is used if `model` is None.
-        model: as `TaskSpec.model`.
-        weights: a safetensors file with the network's tensors by name.
-        adapt: see `fedge.models.adapters`; None: everything is trained.
-
-    Raises:
-        ConfigError: the file cannot be read, or `adapt` is given without weights.
-    """
-    options = dict(task.model_options) if model is None else {}
-    if weights is not None:
-        with failing_as(ConfigError, f"--weights {weights} cannot be read"):
-            data = weights.read_bytes()
-        options |= {WEIGHTS: keep(data), SIZE: len(data)}
-    if adapt is not None:
-        options[ADAPT] = adapt
-    task = msgspec.structs.replace(task, model=model or task.model, model_options=options)
-    if ADAPT in options and WEIGHTS not in options:
-        raise ConfigError("--adapt keeps most of the network as it is: say what it is, with --weights FILE.safetensors")
-    if model is None or ":" not in model:
-        return task
-    from fedge.models.lookups import leave_lookups  # torch: only the network itself shows what it does
-
-    return leave_lookups(task)
 
 
 def named(task: TaskSpec) -> BlobRef | None:

@@ -26,8 +26,7 @@ from fedge.membership.signed_messages import unsealed
 from fedge.privacy.ledger import Ledger
 from fedge.settings import resolve, section_of
 from fedge.steps.contract import Action, Reveals, body_of, fields_of, read_result
-from fedge.system.help import Heading
-from fedge.system.text import nearest
+from fedge.system.text import Heading, nearest
 from fedge.wire.messages import (
     Capabilities,
     Context,

@@ -1,1 +1,6 @@
-"""The steps of devices, one contract per module (`fedge.steps.contract`); the device halves are in `edge_agent.steps`."""
+"""Steps: what a device can be asked to do.
+
+`contract` defines actions and results; `training`, `mixture`, `masked` and `descriptions` hold one contract per module.
+Methods write actions, agents carry them out: the device half of `fedge.steps.training.train` is
+`edge_agent.steps.training.train`. Begin with `fedge.steps.training.train`.
+"""

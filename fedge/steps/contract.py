@@ -267,8 +267,9 @@ def _require_device_half(kind: type[Action]) -> None:
 
 
 def device_module(action: type[Action]) -> str:
-    """Name of the module that carries out a step."""
-    return action.DEVICE or f"edge_agent.steps.{action.STEP}"
+    """Name of the module that carries out a step: `DEVICE`, or the twin of its contract among the agent's steps."""
+    _, ours, place = action.__module__.rpartition("fedge.steps.")
+    return action.DEVICE or f"edge_agent.steps.{place if ours else action.STEP}"
 
 
 def device_half(action: type[Action]) -> Any:

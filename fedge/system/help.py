@@ -6,41 +6,13 @@ A setting names its heading where it is defined (`fedge.settings`), so it stands
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import Enum
 from typing import Any, Final, TypeVar
 
 import click
 
+from fedge.system.text import Heading
+
 F = TypeVar("F", bound=Callable[..., Any])
-
-
-class Heading(Enum):
-    """Headings of options, in the order of the help."""
-
-    BROKER = "Broker"
-    IDENTITY = "Identity"
-    MEMBERS = "Members"
-    FOLDERS = "Folders"
-    TASK = "Task and data"
-    PARTITION = "Partition"
-    DEVICES = "Devices"
-    METHOD = "Method"
-    TRAINING = "Training"
-    UPDATES = "Updates"
-    PRIVACY = "Privacy"
-    EGRESS = "Egress"
-    LOAD = "Load"
-    CODE = "Code"
-    EVALUATION = "Evaluation"
-    RUNS = "Runs"
-    BUNDLES = "Bundles"
-    ROLLOUT = "Rollout"
-    PREDICTION = "Prediction"
-    SERVER = "Web server"
-    SELECTION = "Selection"
-    TRACKING = "Tracking"
-    OUTPUT = "Output"
-    GENERAL = "General"
 
 
 class Option(click.Option):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import time
 from collections.abc import Iterable
-from enum import StrEnum
+from enum import Enum, StrEnum
 from typing import Self
 
 
@@ -49,3 +49,32 @@ def nearest(word: str, right: Iterable[str]) -> str:
 def host_and_port(host: str, port: int) -> str:
     """As in a URL."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+class Heading(Enum):
+    """Headings of options, in the order of the help."""
+
+    BROKER = "Broker"
+    IDENTITY = "Identity"
+    MEMBERS = "Members"
+    FOLDERS = "Folders"
+    TASK = "Task and data"
+    PARTITION = "Partition"
+    DEVICES = "Devices"
+    METHOD = "Method"
+    TRAINING = "Training"
+    UPDATES = "Updates"
+    PRIVACY = "Privacy"
+    EGRESS = "Egress"
+    LOAD = "Load"
+    CODE = "Code"
+    EVALUATION = "Evaluation"
+    RUNS = "Runs"
+    BUNDLES = "Bundles"
+    ROLLOUT = "Rollout"
+    PREDICTION = "Prediction"
+    SERVER = "Web server"
+    SELECTION = "Selection"
+    TRACKING = "Tracking"
+    OUTPUT = "Output"
+    GENERAL = "General"

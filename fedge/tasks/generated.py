@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from fedge.errors import ConfigError
-from fedge.tasks.partition import Partitioning, Share, made_of
+from fedge.tasks.shares import Partitioning, Share, made_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError, failing_as
-from fedge.models.weights import with_network
+from fedge.models.choice import with_network
 from fedge.system.loading import FAILURES, hold
 from fedge.tasks import arrays
 from fedge.tasks.pool import Pool

@@ -18,7 +18,6 @@ import functools
 import math
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from enum import StrEnum
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any, BinaryIO, Final, TypeVar
 
@@ -28,6 +27,7 @@ from numpy.typing import NDArray
 
 from fedge.errors import ProtocolError
 from fedge.tensors.layout import (
+    Codec,
     Floats,
     Layout,
     Model,
@@ -39,17 +39,6 @@ from fedge.tensors.layout import (
     unflatten,
     views_of,
 )
-
-
-class Codec(StrEnum):
-    """How the tensors of a blob are encoded (`fedge.tensors.codecs`)."""
-
-    FLOAT32 = "float32"  # plain safetensors, exact
-    FLOAT32_ZSTD = "float32+zstd"  # exact, compressed
-    BFLOAT16 = "bfloat16+zstd"  # about 3.3 times smaller than float32
-    INT8 = "int8+zstd"  # one scale per tensor; about 8 times smaller
-    TOP = "top1+zstd"  # the largest hundredth, in 8 bits; the device keeps the rest for later
-
 
 if TYPE_CHECKING:
     from concurrent.futures import ThreadPoolExecutor

@@ -12,8 +12,9 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from fnmatch import fnmatchcase
-from typing import Annotated, Any, BinaryIO, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Final, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -21,6 +22,9 @@ from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
 from fedge.errors import ConfigError, ProtocolError
+
+if TYPE_CHECKING:
+    pass
 
 N = TypeVar("N", bound=np.generic)
 
@@ -329,3 +333,13 @@ def views_of(data: bytes) -> Tensors:
         array = np.frombuffer(data, dtype, math.prod(shape), start) if stop > start else np.empty(0, dtype)
         tensors[name] = (array if array.flags.aligned else array.copy()).reshape(shape)
     return tensors
+
+
+class Codec(StrEnum):
+    """How the tensors of a blob are encoded (`fedge.tensors.codecs`)."""
+
+    FLOAT32 = "float32"  # plain safetensors, exact
+    FLOAT32_ZSTD = "float32+zstd"  # exact, compressed
+    BFLOAT16 = "bfloat16+zstd"  # about 3.3 times smaller than float32
+    INT8 = "int8+zstd"  # one scale per tensor; about 8 times smaller
+    TOP = "top1+zstd"  # the largest hundredth, in 8 bits; the device keeps the rest for later

@@ -21,7 +21,7 @@ from msgspec import Meta, Struct
 
 from fedge.errors import MALFORMED, ProtocolError
 from fedge.system.text import Worded
-from fedge.tensors.codecs import Codec
+from fedge.tensors.layout import Codec
 
 MAX_MESSAGE_BYTES: Final = 60 * 1024
 """No message (chunks of tensors are not messages) is larger: it fits a 64 KiB packet with its topic."""

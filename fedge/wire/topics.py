@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 ROOT = "fedge/1"
-"""Of all topics. At a broker that leaves us a part of its topics alone, `fedge.wire.transport` puts a prefix before it."""
+"""The root of all topics. `fedge.wire.transport` puts a prefix before it, where a broker leaves us a part alone."""
 MAX_CLIENT_ID: Final = 100
 """Characters of a client id; VerneMQ takes no more by default, AWS IoT 128."""
 MAX_CLIENT_PREFIX: Final = 28

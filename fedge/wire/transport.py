@@ -34,7 +34,7 @@ from paho.mqtt.properties import Properties
 from paho.mqtt.reasoncodes import ReasonCode
 
 from fedge.errors import ConfigError, ProtocolError, TooLargeError, TransportError
-from fedge.identity.names import trouble_with
+from fedge.identity.authority import trouble_with
 from fedge.identity.tls import client_tls
 from fedge.system.background import first_failure, in_daemon
 from fedge.system.logs import Lines

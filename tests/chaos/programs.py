@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Final
 
 PRELOADED: Final = (
-    "fedge.commands.cli", "coordinator.service.cli", "edge_agent.agent.cli", "edge_agent.agent", "edge_agent.device.worker", "coordinator.service",
-    "coordinator.methods", "deploy.commands.serve", "deploy.commands.install", "deploy.inference.runtime", "deploy.serving.server", "export.bundle",
+    "fedge.commands.cli", "coordinator.service.cli", "edge_agent.agent.cli", "edge_agent.agent",
+    "edge_agent.device.worker", "coordinator.service", "coordinator.methods", "deploy.commands.serve",
+    "deploy.commands.install", "deploy.inference.runtime", "deploy.serving.server", "export.bundle",
     "export.parity", "onnxscript", "fedge.models", "fedge.tasks", "fedge.wire.transport", "tests.chaos.programs",
 )  # fmt: skip
 PR_SET_PDEATHSIG: Final = 1

@@ -18,7 +18,7 @@ from fedge.bundle.manifest import read
 from fedge.commands.broker import free_port
 from tests.chaos.programs import Program
 from tests.deploy.bundles import variant
-from tests.deploy.serving import body, golden
+from tests.deploy.served import body, golden
 
 EXPECTED: Final = {0, 2, 4, 5, -signal.SIGKILL}
 """Exit codes of `fedge install`: done, HOME in use, the disk was full, refused after too many kills, killed."""

@@ -14,21 +14,21 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from deploy.engines import ENGINES
-from fedge.messages import Role
-from fedge.preprocess import apply
-from fedge.task import Preprocessing, TaskSpec
-from fedge.validation import Validation
 from msgspec.structs import replace
 
 import deploy
+from deploy.inference.engines import ENGINES
 from export import Candidate, GateWeights, Guard, Mixture, write_bundle
 from export.int8 import Int8Limits, quantise
 from export.parity import expected
-from fedge.bundle import read
-from fedge.models import initial
+from fedge.bundle.manifest import read
+from fedge.data.preprocessing import apply
+from fedge.data.task import Preprocessing, TaskSpec
+from fedge.data.validation import Validation
+from fedge.models.build import initial
 from fedge.models.training import Network
-from fedge.tensors import Model
+from fedge.tensors.layout import Model
+from fedge.wire.messages import Role
 
 GOLDEN = Path(__file__).parent / "golden"
 TASK = TaskSpec(

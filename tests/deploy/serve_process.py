@@ -13,7 +13,7 @@ from typing import Any
 
 import aiohttp
 
-from .serving import body, golden
+from .served import body, golden
 
 X = golden()["x"]
 PATIENCE = 300

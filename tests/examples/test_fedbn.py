@@ -15,12 +15,11 @@ from coordinator.simulation.settings import Scenario
 from edge_agent.device.device import PERSONAL, Kept, decoded, newest
 from fedge.bundle.manifest import read
 from fedge.commands.broker import LocalBroker
-from fedge.models import network
+from fedge.models import build
 from fedge.steps.contract import installed_steps, read_action, read_result
 from fedge.tasks import task_spec
 from fedge.tensors import codecs
-from fedge.tensors.codecs import Codec
-from fedge.tensors.layout import TensorInfo, Tensors, from_bytes
+from fedge.tensors.layout import Codec, TensorInfo, Tensors, from_bytes
 from fedge.wire.messages import Order, Report, blobs_of, decode
 from fedge.wire.topics import Topics
 from fedge.wire.transport import Inbound
@@ -80,7 +79,7 @@ async def test_no_byte_of_a_normalisation_travels(
     federation = Federation(mosquitto, tmp_path, devices=devices)
     write_cameras(tmp_path, len(devices), limit=300)
     task = task_spec(str(tmp_path / "task.json"), allow=[NETWORK])
-    layout, _ = network.initial(task, 0)
+    layout, _ = build.initial(task, 0)
     spy, everything = Spy(), transport(mosquitto, "spy")
     await everything.subscribe(f"{Topics(NAME).prefix}/#", spy.note)
     async with everything, federation:

@@ -15,7 +15,7 @@ from export.parity import run
 from fedge.bundle.manifest import slot
 from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError
-from fedge.models.network import initial
+from fedge.models.build import initial
 from fedge.system.files import cache_folder
 from fedge.system.loading import hold
 from fedge.tensors.layout import to_bytes, unflatten

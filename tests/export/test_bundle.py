@@ -11,7 +11,7 @@ from fedge.bundle.energies import reference
 from fedge.bundle.manifest import BRANCH, MANIFEST, OUTLIER_BELOW, SKELETON, decode
 from fedge.data.task import TaskSpec, gate_pool
 from fedge.errors import UpdateRejected
-from fedge.models.network import initial
+from fedge.models.build import initial
 from fedge.system.files import digest_of
 from fedge.tensors.layout import to_bytes, unflatten
 from fedge.wire.messages import Role

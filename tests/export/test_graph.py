@@ -14,7 +14,7 @@ from export.parity import expected
 from fedge.bundle.formula import n_gate_features
 from fedge.bundle.manifest import SKELETON
 from fedge.data.task import TaskSpec, gate_pool
-from fedge.models.network import initial
+from fedge.models.build import initial
 from fedge.wire.messages import Role
 from tests.support.tables import by_formula, inputs, layout_of, mixture_of, task_of, write
 

@@ -21,7 +21,7 @@ from fedge.bundle.manifest import INT8, read
 from fedge.data.task import TaskSpec
 from fedge.data.validation import Validation
 from fedge.errors import ConfigError, UpdateRejected
-from fedge.models.network import initial
+from fedge.models.build import initial
 from fedge.models.training import Network
 from fedge.wire.messages import Role
 

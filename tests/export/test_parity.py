@@ -9,7 +9,7 @@ from export import parity
 from fedge.bundle.manifest import read
 from fedge.data.task import TaskSpec
 from fedge.errors import UpdateRejected
-from fedge.models import network
+from fedge.models import build
 from fedge.tensors.layout import Layout, Model, flatten, unflatten
 from tests.support.tables import inputs, layout_of, mixture_of, task_of, write
 
@@ -25,8 +25,8 @@ def test_at_most_256_validation_samples_are_compared_and_random_ones_where_there
 
 
 def test_logits_are_those_of_each_model() -> None:
-    layout, first = network.initial(TASK, 0)
-    _, second = network.initial(TASK, 1)
+    layout, first = build.initial(TASK, 0)
+    _, second = build.initial(TASK, 1)
     x = np.random.default_rng(0).normal(size=(5, 6)).astype(np.float32)
     together = parity.logits_of(TASK, layout, [first, second], x)
     assert together.shape == (2, 5, 3)
@@ -82,7 +82,7 @@ ROUTED = TaskSpec(
 
 def undecided() -> tuple[Layout, Model]:
     """A network whose routers say the same of both routes."""
-    layout, model = network.initial(ROUTED, 0)
+    layout, model = build.initial(ROUTED, 0)
     tensors = unflatten(model, layout)
     return layout, flatten({n: np.zeros_like(t) if "router" in n else t for n, t in tensors.items()}, layout)
 

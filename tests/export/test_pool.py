@@ -15,11 +15,11 @@ from export.parity import features_of, logits_of
 from export.pool import WIDTHS, gate_logits, pool_reference, top_weights
 from fedge.bundle.manifest import read
 from fedge.data.task import TaskSpec
-from fedge.models import network
+from fedge.models import build
 from fedge.tensors.layout import HEAD, unflatten
 
 TASK = TaskSpec(name="toy", classes=("a", "b", "c"), input_shape=(6,), model="mlp", model_options={"hidden": 8})
-LAYOUT, TRUNK = network.initial(TASK, 0)
+LAYOUT, TRUNK = build.initial(TASK, 0)
 X = np.random.default_rng(0).normal(size=(20, 6)).astype(np.float32)
 
 
@@ -38,7 +38,7 @@ def pool_of(m=5, kind="head", seed=0, **changes):
     modules = tuple(
         {"weight": rng.normal(size=(3, 8)).astype(np.float32), "bias": rng.normal(size=3).astype(np.float32)}
         if kind == "head"
-        else network.initial(TASK, 10 + k)[1]
+        else build.initial(TASK, 10 + k)[1]
         for k in range(m)
     )
     fields = {

@@ -21,8 +21,7 @@ from fedge.commands.broker import LocalBroker
 from fedge.steps.contract import Declined, Result
 from fedge.steps.descriptions.profile import Profiled
 from fedge.system.files import digest_of
-from fedge.tensors.codecs import Codec
-from fedge.tensors.layout import from_bytes, to_bytes
+from fedge.tensors.layout import Codec, from_bytes, to_bytes
 from fedge.wire.messages import (
     MAX_MESSAGE_BYTES,
     Ack,

@@ -17,7 +17,7 @@ from fedge.bundle.manifest import read
 from fedge.errors import StoreError
 from fedge.system.files import volatile
 from tests.deploy.bundles import digest, other_gate, source, variant
-from tests.deploy.serving import golden
+from tests.deploy.served import golden
 
 pytestmark = pytest.mark.torch_free
 

@@ -25,8 +25,9 @@ from fedge.steps.masked.unmask import Unmasked
 from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Trained
 from fedge.tensors import fixed_point
-from fedge.tensors.codecs import Codec, decode
+from fedge.tensors.codecs import decode
 from fedge.tensors.fixed_point import Summand
+from fedge.tensors.layout import Codec
 from tests.support.cohort import SESSION, Cohort
 from tests.support.orders import LAYOUT, device_data, order
 

@@ -25,7 +25,7 @@ from coordinator.store.store import Store
 from edge_agent.device.worker import Worker
 from edge_agent.learning.batched import one_by_one
 from fedge.commands.broker import LocalBroker
-from fedge.models.network import initial
+from fedge.models.build import initial
 from fedge.steps.sgd import Sgd
 from fedge.tasks import Partitioning, device_data, partition, pool, task_spec, write_share
 from fedge.tensors.layout import unflatten

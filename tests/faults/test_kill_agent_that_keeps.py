@@ -13,7 +13,7 @@ import pytest
 from coordinator.methods.baselines.dbe import DbeState
 from coordinator.methods.baselines.fedavg import FedAvgState
 from coordinator.methods.baselines.personal_layers import PersonalState
-from fedge.tensors.codecs import Codec
+from fedge.tensors.layout import Codec
 from tests.support.broker import local_broker
 from tests.support.federation import Federation, same, settings
 from tests.support.waiting import until

@@ -11,7 +11,7 @@ import pytest
 
 from coordinator.methods.baselines.fedavg import FedAvgState
 from fedge.tasks import task_spec
-from fedge.tensors.codecs import Codec
+from fedge.tensors.layout import Codec
 from tests.support.broker import BROKERS, local_broker
 from tests.support.federation import Federation, Running, same, settings
 from tests.support.waiting import until

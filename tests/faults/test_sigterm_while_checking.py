@@ -13,7 +13,7 @@ import psutil
 from coordinator.fleet.mqtt.checking import SMALL
 from coordinator.methods.baselines.fedavg import FedAvgState
 from fedge.commands.broker import LocalBroker
-from fedge.models.network import initial
+from fedge.models.build import initial
 from fedge.system.background import STOP_S
 from fedge.tasks import task_spec
 from tests.support.federation import Federation, Running, same, settings

@@ -9,8 +9,8 @@ from msgspec import Meta, Struct
 
 from fedge.errors import ConfigError
 from fedge.settings import CODE, SECTIONS, Name, Secret, describe, given, resolve, section_of, settings_options
-from fedge.system.help import Heading, Option
-from fedge.system.text import nearest
+from fedge.system.help import Option
+from fedge.system.text import Heading, nearest
 
 
 class Colour(StrEnum):

@@ -8,8 +8,9 @@ import pytest
 
 from coordinator.methods.baselines.fedavg import FedAvgState
 from fedge.commands.broker import LocalBroker
-from fedge.models.network import initial
-from fedge.models.weights import needed_on_devices, with_network
+from fedge.models.build import initial
+from fedge.models.choice import with_network
+from fedge.models.weights import needed_on_devices
 from fedge.tasks import task_spec
 from fedge.tensors.layout import to_bytes, unflatten
 from tests.support.federation import Federation, same, settings

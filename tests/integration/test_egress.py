@@ -25,7 +25,7 @@ from coordinator.store.store import Store
 from edge_agent.agent.loop import Agent, Identity
 from edge_agent.device.worker import Worker
 from fedge.commands.broker import LocalBroker
-from fedge.models import network
+from fedge.models import build
 from fedge.privacy.egress import ALL, PRESETS, Rules
 from fedge.privacy.ledger import lines
 from fedge.steps.contract import Reveals
@@ -36,7 +36,7 @@ from fedge.wire.messages import Context, Status, decode
 from fedge.wire.topics import Topics
 from fedge.wire.transport import BrokerSettings, Inbound, Transport
 from tests.deploy.serve_process import process
-from tests.deploy.serving import body
+from tests.deploy.served import body
 
 STRICT = Rules(PRESETS["strict"])
 RECEIVES = Rules(frozenset({Reveals.NOTHING}))
@@ -64,7 +64,7 @@ def test_a_run_ends_without_what_owners_withhold_and_every_device_has_a_bundle(
     method: str, who: str, samples: Pool, tmp_path: Path
 ) -> None:
     shares = partition(samples, 4, Partitioning(partition="groups", sensitive=0.2, n_groups=2), seed=1)
-    layout, first = network.initial(samples.spec, 1)
+    layout, first = build.initial(samples.spec, 1)
     workers = {
         f"d{i}": Worker(f"d{i}", samples.spec, share_data(samples.spec, share), tmp_path / f"d{i}")
         for i, share in enumerate(shares)
@@ -87,7 +87,7 @@ def test_a_run_ends_without_what_owners_withhold_and_every_device_has_a_bundle(
 def test_a_masked_sum_is_of_devices_that_tell_no_number_of_samples_too(
     who: tuple[str, ...], samples: Pool, tmp_path: Path
 ) -> None:
-    layout, first = network.initial(samples.spec, 1)
+    layout, first = build.initial(samples.spec, 1)
     shares = partition(samples, 5, Partitioning(partition="groups", sensitive=0.2, n_groups=2), seed=1)
     workers = {
         f"d{i}": Worker(f"d{i}", samples.spec, share_data(samples.spec, share), tmp_path / f"d{i}")

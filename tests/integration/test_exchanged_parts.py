@@ -22,7 +22,7 @@ from fedge.steps.descriptions.describe_labels import DescribeLabels
 from fedge.steps.descriptions.profile import Profile
 from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Train
-from fedge.tensors.codecs import Codec
+from fedge.tensors.layout import Codec
 from tests.support.simulation import digits
 
 pytestmark = pytest.mark.unit

@@ -1,12 +1,12 @@
 """The committed bundles of tests/deploy are what their script makes."""
 
 import numpy as np
-from deploy.engines import ENGINES
 from msgspec import UNSET
 from msgspec.structs import replace
 
 import deploy
-from fedge.bundle import MANIFEST, decode
+from deploy.inference.engines import ENGINES
+from fedge.bundle.manifest import MANIFEST, decode
 from tests.deploy.make_golden import GOLDEN, make, make_engines
 
 

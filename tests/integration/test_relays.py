@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 
 from fedge.commands.broker import LocalBroker
-from fedge.tensors.codecs import Codec
+from fedge.tensors.layout import Codec
 from tests.support.federation import settings
 from tests.support.sites import Sites
 

@@ -32,7 +32,7 @@ from export.signing import Repository
 from fedge.bundle.manifest import read
 from fedge.commands.broker import LocalBroker
 from fedge.data.validation import Validation
-from fedge.models import network
+from fedge.models import build
 from fedge.steps.contract import report_of
 from fedge.steps.sgd import Sgd
 from fedge.tasks import DeviceData, Partitioning, Pool, device_data, partition, pool, share_data
@@ -103,7 +103,7 @@ def samples() -> Pool:
 
 def said(method: str, devices: dict[str, DeviceData], samples: Pool, seed: int, home: Path) -> list[bytes]:
     """What they send in a run."""
-    layout, first = network.initial(samples.spec, seed)
+    layout, first = build.initial(samples.spec, seed)
     workers = {i: Worker(i, samples.spec, data, home / i, source=repeatable) for i, data in devices.items()}
     wire = Wire()
     fleet = SimulatedFleet(samples.spec, layout, workers, seed=seed, execute=wire)

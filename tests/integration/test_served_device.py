@@ -25,7 +25,7 @@ from fedge.wire.topics import Topics
 from fedge.wire.transport import Inbound
 from tests.deploy.bundles import digest, other_gate, variant
 from tests.deploy.serve_process import X, ask, process
-from tests.deploy.serving import body, golden, outputs
+from tests.deploy.served import body, golden, outputs
 from tests.support.broker import local_broker, transport
 from tests.support.rollouts import plan_of, release_of, rolled_out
 from tests.support.runtime_device import FEDERATION, prepare

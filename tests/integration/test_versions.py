@@ -65,7 +65,7 @@ class Side:
         given = (*common, "--task", self.folder / "task.json", *words, "--json")
         with (self.folder / f"{command}.log").open("ab") as log, (self.folder / f"{command}.said").open("ab") as said:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "fedge.commands.cli", command, *map(str, given)),
+                *(sys.executable, "-m", "fedge.cli", command, *map(str, given)),
                 stdout=said,
                 stderr=log,
                 cwd=tree,

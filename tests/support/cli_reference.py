@@ -17,7 +17,8 @@ from textwrap import wrap
 import click
 
 from fedge.commands.cli import COMMANDS, command
-from fedge.system.help import JSON_HELP, Heading, heading_of
+from fedge.system.help import JSON_HELP, heading_of
+from fedge.system.text import Heading
 
 HEAD = """# The commands
 

@@ -26,7 +26,7 @@ from fedge.steps.masked.unmask import Unmask
 from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Start, Train
 from fedge.tasks import DeviceData
-from fedge.tensors.codecs import Codec
+from fedge.tensors.layout import Codec
 from fedge.wire.messages import BlobRef
 from tests.support.orders import TASK, Blobs, device_data, order
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from coordinator.simulation.compare import Comparison, compare_runs
+from coordinator.simulation.compare import compare_runs
+from coordinator.simulation.reports.comparison import Comparison
 from coordinator.simulation.reports.outcome import DeviceOutcome, Point, RunOutcome, Score
 from coordinator.simulation.settings import Scenario
 

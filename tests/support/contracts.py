@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from fedge.data.task import TaskSpec
 from fedge.steps.contract import Action, body_of
-from fedge.tensors.codecs import Codec
-from fedge.tensors.layout import Layout, TensorInfo
+from fedge.tensors.layout import Codec, Layout, TensorInfo
 from fedge.wire.messages import BlobRef, Order
 
 TASK = TaskSpec(name="t", classes=("a", "b"), input_shape=(2,), model="mlp")

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from coordinator.simulation.compare import Comparison, Demonstration, compare_runs
+from coordinator.simulation.compare import compare_runs
+from coordinator.simulation.reports.comparison import Comparison, Demonstration
 from coordinator.simulation.reports.outcome import DeviceOutcome, outcome_of
 from coordinator.simulation.settings import Scenario
 from tests.support.comparison import a_run, a_score

@@ -17,8 +17,7 @@ from fedge.steps.contract import Result, report_of
 from fedge.steps.training.train import Trained
 from fedge.system.files import BlobFolder, digest_of
 from fedge.tensors import codecs
-from fedge.tensors.codecs import Codec
-from fedge.tensors.layout import Layout, TensorInfo
+from fedge.tensors.layout import Codec, Layout, TensorInfo
 from fedge.wire.messages import (
     Ack,
     BlobRef,

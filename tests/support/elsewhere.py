@@ -32,7 +32,7 @@ from fedge.data import preprocessing
 from fedge.models.training import CPU
 from fedge.steps.sgd import Sgd
 from fedge.tasks import pool
-from fedge.tensors.codecs import Codec
+from fedge.tensors.layout import Codec
 from tests.support.simulation import Fleet, digits
 
 NAME: Final = "elsewhere"

@@ -26,11 +26,10 @@ from edge_agent.device.worker import Worker
 from edge_agent.learning.batched import one_by_one, one_thread
 from fedge.commands.broker import LocalBroker
 from fedge.data.task import TaskSpec
-from fedge.models.network import initial
+from fedge.models.build import initial
 from fedge.steps.sgd import Sgd
 from fedge.tasks import Partitioning, device_data, partition, pool, task_spec, write_share, write_task
-from fedge.tensors.codecs import Codec
-from fedge.tensors.layout import unflatten
+from fedge.tensors.layout import Codec, unflatten
 from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[2]

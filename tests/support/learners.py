@@ -15,8 +15,7 @@ from fedge.data.task import TaskSpec
 from fedge.steps.mixture.install import Install, Installed
 from fedge.steps.training.train import Train
 from fedge.tensors import codecs
-from fedge.tensors.codecs import Codec
-from fedge.tensors.layout import Layout, Model, TensorInfo
+from fedge.tensors.layout import Codec, Layout, Model, TensorInfo
 from fedge.wire.messages import Order, blobs_of
 from tests.support.device import RawDevice, trained
 from tests.support.peer import action_of

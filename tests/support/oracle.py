@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from fedge.bundle.manifest import Manifest, Part, PoolInfo, read
 from fedge.data.preprocessing import apply
 from fedge.data.task import gate_pool
+from fedge.models import build
 from fedge.models import network as models
 from fedge.tensors.layout import flatten, from_bytes
 from fedge.wire.messages import Role
@@ -33,8 +34,8 @@ def by_torch(folder: Path, x: NDArray[np.generic]) -> tuple[Vectors, Vectors]:
     if isinstance(manifest.pool, PoolInfo):
         return by_pool(folder, manifest, manifest.pool, x)
     inputs = torch.from_numpy(apply(manifest.task, x)).double()
-    layout, _ = models.initial(manifest.task, 0)
-    network = models.build(manifest.task).eval()
+    layout, _ = build.initial(manifest.task, 0)
+    network = build.build(manifest.task).eval()
     logits = []
     with torch.inference_mode():
         for candidate in manifest.candidates:
@@ -89,8 +90,8 @@ def features_and_logits(
     manifest: Manifest, tensors: dict[str, NDArray[np.generic]], inputs: torch.Tensor
 ) -> tuple[Vectors, Vectors]:
     """What goes into the network's last linear layer (n, D), and what comes out of it (n, C)."""
-    layout, _ = models.initial(manifest.task, 0)
-    network = models.build(manifest.task).eval()
+    layout, _ = build.initial(manifest.task, 0)
+    network = build.build(manifest.task).eval()
     models.load(network, flatten(tensors, layout), layout)
     seen: list[torch.Tensor] = []
     last = [module for module in network.modules() if isinstance(module, torch.nn.Linear)][-1]

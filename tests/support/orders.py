@@ -9,18 +9,17 @@ from edge_agent.device.worker import Worker
 from fedge.bundle import manifest
 from fedge.bundle.manifest import Manifest
 from fedge.data.task import TaskSpec
-from fedge.models import network
+from fedge.models import build
 from fedge.steps.contract import Action, Result, body_of
 from fedge.steps.mixture.install import Installed
 from fedge.system.files import digest_of
 from fedge.tasks import DeviceData
 from fedge.tensors import codecs
-from fedge.tensors.codecs import Codec
-from fedge.tensors.layout import Layout, Model, Selector, Tensors, unflatten
+from fedge.tensors.layout import Codec, Layout, Model, Selector, Tensors, unflatten
 from fedge.wire.messages import BlobRef, Order, Role
 
 TASK = TaskSpec(name="toy", classes=("a", "b", "c"), input_shape=(6,), model="mlp", model_options={"hidden": 8})
-LAYOUT, INITIAL = network.initial(TASK, 0)
+LAYOUT, INITIAL = build.initial(TASK, 0)
 D = 8  # features
 
 
@@ -45,7 +44,7 @@ class Blobs(dict[str, bytes]):
 
     def model(self, seed: int, personal: Selector = (), scale: float = 1.0) -> BlobRef:
         """A model with weights of this seed, or what travels of it where some layers are personal."""
-        layout, model = network.initial(self.task, seed)
+        layout, model = build.initial(self.task, seed)
         scaled = Model(model.params * np.float32(scale), model.buffers, model.counters)
         return self.put(tensors_of(scaled, layout.without(personal), layout))
 

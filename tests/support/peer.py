@@ -20,7 +20,7 @@ from fedge.steps.descriptions.profile import Profile, Profiled
 from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Start, Train, Trained
 from fedge.system.files import BlobFolder, digest_of
-from fedge.tensors.codecs import Codec
+from fedge.tensors.layout import Codec
 from fedge.wire.messages import Ack, BlobRef, Context, Order, Presence, Report, Status, Want, Why, decode, encode
 from fedge.wire.topics import Topics
 from fedge.wire.transfer import Receiver, Sender

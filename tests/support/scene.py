@@ -17,7 +17,7 @@ from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Start, Train
 from fedge.system.files import digest_of
 from fedge.tensors import codecs
-from fedge.tensors.codecs import Codec
+from fedge.tensors.layout import Codec
 from fedge.wire.messages import BlobRef, Order
 from tests.support.device import LAYOUT, TASK, tensors, trained
 from tests.support.identities import Authority, OpenBroker, TlsBroker

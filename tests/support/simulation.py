@@ -22,11 +22,11 @@ from edge_agent.device.device import Unpacked
 from edge_agent.device.worker import Finished, Worker
 from edge_agent.learning import batched
 from fedge.bundle.manifest import Manifest
-from fedge.models import network
+from fedge.models import build
 from fedge.models.training import CPU
 from fedge.steps.contract import Action, Declined
 from fedge.tasks import DeviceData, Partitioning, partition, pool, share_data
-from fedge.tasks.partition import Groups
+from fedge.tasks.shares import Groups
 from fedge.tensors import codecs
 from fedge.tensors.layout import Layout, Model, unflatten
 from fedge.wire.messages import BlobRef, Role, Why
@@ -110,7 +110,7 @@ def digits(
         seed=seed,
     )
     task = samples.spec if model == "mlp" else msgspec.structs.replace(samples.spec, model=model, model_options={})
-    layout, first = network.initial(task, seed)
+    layout, first = build.initial(task, seed)
     data = {f"d{i:02d}": share_data(task, share) for i, share in enumerate(shares)}
     workers = {i: Worker(i, task, own, home / i, processor=processor) for i, own in data.items()}
     hardware = {i: Hardware(cpu_ghz=1.0 + k, free_ram_gb=4.0) for k, i in enumerate(data)}

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from export import Candidate, GateWeights, Mixture, write_bundle
 from fedge.data.preprocessing import apply
 from fedge.data.task import TaskSpec
-from fedge.models.network import build, dump, head_name, layout_of
+from fedge.models.build import build
+from fedge.models.network import dump, head_name, layout_of
 from fedge.wire.messages import Role
 
 

@@ -15,8 +15,7 @@ from msgspec import Struct
 from fedge.errors import ProtocolError, StoreError
 from fedge.system.child import Child, DiedError
 from fedge.tensors import codecs
-from fedge.tensors.codecs import Codec
-from fedge.tensors.layout import Layout
+from fedge.tensors.layout import Codec, Layout
 
 log = logging.getLogger("fedge.coordinator")
 

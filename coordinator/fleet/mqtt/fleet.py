@@ -32,14 +32,14 @@ from coordinator.store.store import DEVICES, EXPIRED, OFFERED, RECALLED_ROUNDS, 
 from fedge import __version__
 from fedge.data.task import TaskSpec
 from fedge.errors import MALFORMED, ConfigError, ProtocolError
-from fedge.identity.names import MAX_REVOCATIONS_BYTES, Role
+from fedge.identity.authority import MAX_REVOCATIONS_BYTES
+from fedge.identity.names import Role
 from fedge.membership.signed_messages import Signed
 from fedge.models.weights import needed_on_devices
 from fedge.steps.contract import Action, Refusal, Unsupported, read_action, read_result
 from fedge.system.text import in_words
 from fedge.tensors import codecs
-from fedge.tensors.codecs import Codec
-from fedge.tensors.layout import Layout, Model, unflatten
+from fedge.tensors.layout import Codec, Layout, Model, unflatten
 from fedge.wire.messages import (
     BEACON_S,
     MAX_LEFT_S,

@@ -1,1 +1,9 @@
-"""The room coordinator.fleet.simulated."""
+"""The fleet of simulated devices: the agents' own workers, without a network.
+
+`fleet` runs them in this process, `on_ray` in others; `clock` and `devices` say how long that would take on real
+boards. Simulations and the demo use it. Begin with `fleet`.
+"""
+
+from fedge.system.moved import names_of
+
+__getattr__ = names_of(__name__, "fleet")

@@ -44,8 +44,7 @@ from fedge.system.files import digest_of, volatile
 from fedge.system.malloc import tune_malloc
 from fedge.tasks import DeviceData
 from fedge.tensors import codecs
-from fedge.tensors.codecs import Codec
-from fedge.tensors.layout import Layout, Model, Tensors, to_pieces, unflatten, views_of
+from fedge.tensors.layout import Codec, Layout, Model, Tensors, to_pieces, unflatten, views_of
 from fedge.wire.messages import MAX_LEFT_S, BlobRef, Context, Order, blobs_of, shared_bases, way_to
 
 if TYPE_CHECKING:

@@ -38,7 +38,7 @@ from fedge.errors import FedgeError, ProtocolError
 from fedge.steps.contract import Action, Refusal, Result, Steps, installed_steps
 from fedge.steps.masked.mask_shares import MIN_COHORT
 from fedge.system.files import volatile
-from fedge.system.processor import Processor
+from fedge.system.hardware import Processor
 from fedge.tasks import DeviceData
 from fedge.tensors import codecs
 from fedge.tensors.codecs import Norms

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 from fedge.errors import ConfigError, FedgeError
+from fedge.system.hardware import Processor
 from fedge.system.loading import is_held, needs
-from fedge.system.processor import Processor
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # suppresses an irrelevant warning

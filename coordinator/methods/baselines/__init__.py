@@ -1,1 +1,4 @@
-"""The room coordinator.methods.baselines."""
+"""Methods without clusters: FedAvg and its relatives, and those with personal layers.
+
+One file is one method. Begin with `fedavg`.
+"""

@@ -19,9 +19,10 @@ from coordinator.methods.baselines.personal_layers import PersonalLayers, Person
 from coordinator.methods.method import Method, State, insist, install, make, results, round_rng
 from coordinator.methods.parts.cohort import NO_CLUSTERS, SELECTIONS
 from coordinator.methods.promises import SHARED
+from fedge.data.task import MAX_POOL
 from fedge.errors import ConfigError
 from fedge.steps.contract import Reveals
-from fedge.steps.mixture.fit_pool import MAX_POOL, FitPool
+from fedge.steps.mixture.fit_pool import FitPool
 from fedge.steps.mixture.install import Installed
 from fedge.steps.training.share_private import PrivateShared, SharePrivate
 from fedge.tensors.layout import Layout

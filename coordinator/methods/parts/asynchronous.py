@@ -27,7 +27,7 @@ ONE_BY_ONE: Final = "it takes answers one by one, and a relay gives those of its
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """The updates of a step, by ascending device id; a device may have sent several (`coordinator.methods.method.owner`).
+    """The updates of a step, by ascending device id; a device may have sent several (`method.owner`).
 
     `staleness`: tau of each, the steps since its order was written. `asked`: orders that were written meanwhile.
     `seen`: the latest updates, at most `KEPT`.

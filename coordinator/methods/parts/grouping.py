@@ -30,8 +30,7 @@ from fedge.steps.descriptions.describe_labels import DescribeLabels, LabelsDescr
 from fedge.steps.descriptions.profile import Profile, Profiled
 from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import MAX_STARTS, Start, Train, Trained
-from fedge.tensors.codecs import Codec
-from fedge.tensors.layout import Layout
+from fedge.tensors.layout import Codec, Layout
 from fedge.wire.messages import BlobRef, Context
 
 log = logging.getLogger("fedge.method")

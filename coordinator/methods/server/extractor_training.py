@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from coordinator.methods.server.extractor import FEWEST
 from edge_agent.learning.profile import sparsity_profile
 from fedge.data.task import TaskSpec
-from fedge.models.network import initial
+from fedge.models.build import initial
 from fedge.models.training import Network, Trainer
 from fedge.steps.sgd import Sgd
 from fedge.tensors.layout import Model

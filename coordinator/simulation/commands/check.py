@@ -12,13 +12,15 @@ from msgspec import Meta, Struct
 
 from coordinator.methods.options import method_and_options, method_options, resolve_options
 from coordinator.service import samples
-from coordinator.service.checks import Examined, Samples, a_few, examine, few_of, made_up, without_profile
+from coordinator.service.checks import Examined, a_few, examine, few_of, made_up, without_profile
+from coordinator.service.findings import Samples
 from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError
-from fedge.models.weights import Adapt, Allow, ModelName, TaskName, Weights, with_network
+from fedge.models.choice import with_network
+from fedge.models.weights import Adapt, Allow, ModelName, TaskName, Weights
 from fedge.settings import CODE, resolve, settings_options
-from fedge.system.help import Command, Heading, json_option
-from fedge.system.text import printable
+from fedge.system.help import Command, json_option
+from fedge.system.text import Heading, printable
 
 MANY: Final = 2000
 """Images of a folder that are read; of other data all."""
@@ -79,7 +81,7 @@ def check(
     chosen = resolve_options(config, options) | own
     lacking = without_profile(name, chosen)
     from coordinator.simulation.rehearsal import rehearse
-    from fedge.models.network import initial
+    from fedge.models.build import initial
     from fedge.tasks import task_spec
 
     task = task_spec(settings.task, settings.data, allow=settings.allow.split(","))

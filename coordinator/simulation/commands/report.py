@@ -10,7 +10,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from coordinator.simulation.compare import Comparison, Demonstration
+from coordinator.simulation.reports.comparison import Comparison, Demonstration
 from coordinator.simulation.reports.outcome import RunOutcome
 from coordinator.simulation.reports.report import (
     FILES,

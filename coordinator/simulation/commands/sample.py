@@ -15,7 +15,8 @@ from fedge.errors import StoreError, failing_as
 from fedge.settings import resolve, settings_options
 from fedge.system.help import Command, json_option
 from fedge.tasks import partition, write_share, write_task
-from fedge.tasks.partition import check_partitioning, samples_of
+from fedge.tasks.partition import samples_of
+from fedge.tasks.shares import check_partitioning
 
 
 @click.command(cls=Command)

@@ -13,7 +13,7 @@ from coordinator.simulation.settings import CompareSettings, SimulationSettings
 from coordinator.watch.runs import named_by_time
 from fedge.settings import resolve, settings_options
 from fedge.system.help import Command
-from fedge.tasks.partition import check_partitioning
+from fedge.tasks.shares import check_partitioning
 
 
 @click.command(cls=Command)

@@ -13,7 +13,8 @@ from coordinator.methods.options import STDOUT, json_option, write_json
 from coordinator.simulation.settings import TuneSettings
 from coordinator.watch.runs import named_by_time
 from fedge.settings import resolve, settings_options
-from fedge.system.help import Command, Heading, option
+from fedge.system.help import Command, option
+from fedge.system.text import Heading
 
 SHOWN = 5
 

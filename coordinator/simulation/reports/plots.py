@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.resources import files
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import matplotlib as mpl
 import numpy as np
@@ -22,8 +22,9 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from coordinator.simulation.compare import Demonstration
-from coordinator.simulation.reports.outcome import Point, RunOutcome
+if TYPE_CHECKING:
+    from coordinator.simulation.reports.comparison import Demonstration
+    from coordinator.simulation.reports.outcome import Point, RunOutcome
 
 WIDTH_INCHES = 5.4  # 390 points: text keeps its size on a phone
 N_COLOURS = 8
@@ -215,7 +216,7 @@ def _for_a_page(svg: str) -> str:
 
 def light_colours() -> dict[str, str]:
     """The page's variables as colours of its light mode, for use without a page."""
-    style = files("coordinator.simulation").joinpath("page.css").read_text(encoding="utf-8")
+    style = files("coordinator.simulation.reports").joinpath("page.css").read_text(encoding="utf-8")
     return dict(re.findall(r"(--[\w-]+): (#\w+)", style.partition("@media")[0]))
 
 

@@ -7,7 +7,7 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 from string import Template
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 from msgspec import Struct
@@ -17,11 +17,13 @@ from rich.table import Table
 
 from coordinator.fleet import problems
 from coordinator.methods.options import write_json
-from coordinator.simulation.compare import Comparison, Demonstration, MethodOutcome, Spread
 from coordinator.simulation.reports import plots
 from coordinator.simulation.reports.outcome import SPENT, Cost, RunOutcome, as_csv, cost_of, megabytes, without_bundle
 from coordinator.simulation.settings import Scenario
 from fedge.system.files import write_atomically
+
+if TYPE_CHECKING:
+    from coordinator.simulation.reports.comparison import Comparison, Demonstration, MethodOutcome, Spread
 
 NOTHING: Final = "–"
 NARROW: Final = 4
@@ -108,7 +110,7 @@ def axis(floor: float) -> str:
 
 
 def _resource(name: str) -> str:
-    return files("coordinator.simulation").joinpath(name).read_text(encoding="utf-8")
+    return files("coordinator.simulation.reports").joinpath(name).read_text(encoding="utf-8")
 
 
 def curves(runs: Sequence[RunOutcome]) -> str:

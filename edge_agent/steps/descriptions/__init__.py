@@ -1,1 +1,4 @@
-"""The room edge_agent.steps.descriptions."""
+"""Device halves of the steps that describe data or score models.
+
+Their contracts are in `fedge.steps.descriptions`.
+"""

@@ -1,1 +1,4 @@
-"""The room edge_agent.steps.masked."""
+"""Device halves of the steps of a masked sum.
+
+Their contracts are in `fedge.steps.masked`.
+"""

@@ -16,8 +16,7 @@ from fedge.steps.masked.train_masked import TrainedMasked, TrainMasked, alike
 from fedge.steps.training.train import Train, Trained
 from fedge.system.files import digest_of
 from fedge.tensors import fixed_point
-from fedge.tensors.codecs import Codec
-from fedge.tensors.layout import Model
+from fedge.tensors.layout import Codec, Model
 
 THREADED = train.THREADED
 

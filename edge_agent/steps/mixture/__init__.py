@@ -1,1 +1,4 @@
-"""The room edge_agent.steps.mixture."""
+"""Device halves of the steps that make a bundle.
+
+Their contracts are in `fedge.steps.mixture`.
+"""

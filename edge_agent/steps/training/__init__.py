@@ -1,1 +1,4 @@
-"""The room edge_agent.steps.training."""
+"""Device halves of the steps that train.
+
+Their contracts are in `fedge.steps.training`; `train` is the frame of all.
+"""

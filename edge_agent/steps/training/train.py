@@ -27,6 +27,7 @@ from edge_agent.device.encoding import send_update
 from edge_agent.learning.class_means import class_means, first_drawn, near_class_means
 from edge_agent.learning.evaluation import Look, best_of, best_start, look
 from fedge.errors import ProtocolError
+from fedge.models import build
 from fedge.models import network as models
 from fedge.models.training import (
     CPU,
@@ -175,7 +176,7 @@ def whole(device: Device, ref: BlobRef, personal: Selector, mine: Tensors | None
     sent = unflatten(device.model(ref, layout), layout)
     if mine is not None:
         return flatten(mine | sent, device.layout)
-    first = models.initial(device.task, 0)[1] if initial is None else device.model(initial)
+    first = build.initial(device.task, 0)[1] if initial is None else device.model(initial)
     return overlaid(first, sent, device.layout)
 
 

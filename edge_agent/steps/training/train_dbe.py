@@ -21,8 +21,7 @@ from fedge.models.training import Loss, Trainer, tensor
 from fedge.steps.contract import Result
 from fedge.steps.training.train_dbe import OFFSET, TrainDbe
 from fedge.tensors import codecs
-from fedge.tensors.codecs import Codec
-from fedge.tensors.layout import HEAD, Floats, Layout, Model, TensorInfo, Tensors, overlaid, unflatten
+from fedge.tensors.layout import HEAD, Codec, Floats, Layout, Model, TensorInfo, Tensors, overlaid, unflatten
 
 
 def mean_regularised(head: nn.Linear, offset: Tensor, goal: Tensor, *, kappa: float) -> Loss:

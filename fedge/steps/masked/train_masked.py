@@ -14,8 +14,7 @@ from fedge.steps.masked.mask_keys import Signature
 from fedge.steps.masked.mask_shares import Position, Sealed
 from fedge.steps.training.train import Train
 from fedge.system.files import digest_of
-from fedge.tensors.codecs import Codec
-from fedge.tensors.layout import Layout
+from fedge.tensors.layout import Codec, Layout
 from fedge.wire.messages import BlobRef, Id, NonNegative, Share
 
 

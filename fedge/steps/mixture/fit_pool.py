@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Final, Literal
+from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta
 
+from fedge.data.task import MAX_POOL
 from fedge.steps.mixture.install import Installed, Served
 from fedge.wire.messages import BlobRef, Count, Id
-
-MAX_POOL: Final = 400
-"""Private modules of a pool: an order names each of them in about 100 bytes."""
 
 
 class FitPool(Served, frozen=True, kw_only=True):

@@ -1,1 +1,5 @@
-"""The room fedge.steps.training."""
+"""Steps that train a model on a device and send the update.
+
+One file is one contract; the device half has the same name below `edge_agent.steps.training`. Methods order them in
+each round. Begin with `train`.
+"""

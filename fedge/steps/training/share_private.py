@@ -10,8 +10,7 @@ from msgspec import Meta
 from fedge.data.task import TaskSpec
 from fedge.steps.contract import Action, Result, Reveals, require
 from fedge.steps.training.train import kept_by
-from fedge.tensors.codecs import Codec
-from fedge.tensors.layout import Layout, Selector
+from fedge.tensors.layout import Codec, Layout, Selector
 from fedge.wire.messages import BlobRef, Id, NonNegative
 
 

@@ -12,8 +12,7 @@ from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError, ProtocolError
 from fedge.steps.contract import Action, Result, Reveals, Steps, installed_steps, require
 from fedge.steps.sgd import TRAINING_PASSES, Sgd
-from fedge.tensors.codecs import Codec
-from fedge.tensors.layout import Layout, Selector
+from fedge.tensors.layout import Codec, Layout, Selector
 from fedge.wire.messages import BlobRef, Count, NonNegative, Share
 
 MAX_STARTS: Final = 64

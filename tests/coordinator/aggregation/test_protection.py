@@ -12,7 +12,7 @@ from coordinator.methods.method import MethodSettings, make
 from coordinator.service.service import CoordinatorSettings
 from coordinator.simulation.settings import Setup
 from fedge.errors import ConfigError
-from fedge.tensors.codecs import Codec
+from fedge.tensors.layout import Codec
 
 
 class Both(Protection, frozen=True, kw_only=True):

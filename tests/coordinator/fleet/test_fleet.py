@@ -27,8 +27,7 @@ from fedge.steps.mixture.fit_mixture import FitMixture
 from fedge.steps.mixture.install import Install
 from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Start, Train, Trained
-from fedge.tensors.codecs import Codec
-from fedge.tensors.layout import Layout, unflatten
+from fedge.tensors.layout import Codec, Layout, unflatten
 from fedge.wire.messages import BlobRef, Capabilities, Order, Presence, Why, decode, encode
 from tests.support.broker import settings
 from tests.support.device import LAYOUT, TASK, RawDevice, tensors

@@ -32,9 +32,8 @@ from fedge.steps.masked.train_masked import TrainMasked, alike
 from fedge.steps.masked.unmask import Unmask
 from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Start, Train
-from fedge.tensors.codecs import Codec
 from fedge.tensors.fixed_point import PARAMS
-from fedge.tensors.layout import Layout
+from fedge.tensors.layout import Codec, Layout
 from fedge.wire.messages import BlobRef, Why
 from tests.support import simulation
 from tests.support.simulation import digits

@@ -11,7 +11,7 @@ from coordinator.methods.method import MethodSettings, make
 from coordinator.simulation.rounds import run
 from coordinator.store.records import Offence
 from fedge.steps.sgd import Sgd
-from fedge.tensors.codecs import Codec
+from fedge.tensors.layout import Codec
 from tests.support.simulation import digits, multiplying
 
 

@@ -23,8 +23,7 @@ from fedge.steps.sgd import Sgd
 from fedge.steps.training.share_private import PrivateShared, SharePrivate
 from fedge.steps.training.train import Start, Train, Trained
 from fedge.tensors import codecs
-from fedge.tensors.codecs import Codec
-from fedge.tensors.layout import unflatten
+from fedge.tensors.layout import Codec, unflatten
 from fedge.wire.messages import BlobRef, Outcome, Why
 from tests.support.simulation import digits
 

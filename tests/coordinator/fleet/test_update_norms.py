@@ -21,8 +21,8 @@ from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Start, Train, Trained
 from fedge.system.files import digest_of
 from fedge.tensors import codecs
-from fedge.tensors.codecs import Codec, Norms
-from fedge.tensors.layout import Model, unflatten
+from fedge.tensors.codecs import Norms
+from fedge.tensors.layout import Codec, Model, unflatten
 from fedge.wire.messages import BlobRef
 from tests.support.device import LAYOUT
 from tests.support.simulation import digits

@@ -17,7 +17,7 @@ from fedge.errors import ConfigError
 from fedge.steps.contract import Action, Result, Reveals
 from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Start, Train, Trained
-from fedge.tensors.codecs import Codec
+from fedge.tensors.layout import Codec
 from fedge.wire.messages import BlobRef
 from tests.support.simulation import digits
 
@@ -145,7 +145,7 @@ def of(step: type[Action]) -> type[Plain]:
     ("kind", "says"),
     [
         (Nameless, r"has no name: write name = \"...\" into the class"),
-        (Keeps, r"State must be a frozen subclass of coordinator\.methods\.State"),
+        (Keeps, r"State must be a frozen subclass of coordinator\.methods\.method\.State"),
         (Optional, r"Options must be a frozen subclass of msgspec\.Struct"),
         (Typo, "HEEDS names 'particpation'; it may name average, min_reports, participation"),
         (of(Unnamed), "Unnamed needs a name of its own on the wire: .* or devices carry out 'look' instead"),

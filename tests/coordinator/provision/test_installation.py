@@ -79,7 +79,7 @@ def test_only_a_broker_that_serves_this_very_federation_is_started_anew(
     assert "--identity" in restart_broker(one, open_folder / "conf.d")
     configure_broker(one, open_folder / "conf.d")
     for systemd, said in ((open_folder, "was started anew"), (open_folder / "none", "now start Mosquitto anew")):
-        monkeypatch.setattr(installation.service, "RUNNING", systemd)
+        monkeypatch.setattr(installation.systemd, "RUNNING", systemd)
         assert said in restart_broker(one, open_folder / "conf.d")
     assert "--identity" in restart_broker(other, open_folder / "conf.d"), "of the same name, in another folder"
     assert started.read_text() == "restart mosquitto\n"

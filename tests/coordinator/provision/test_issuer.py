@@ -13,6 +13,7 @@ from cryptography import x509
 from coordinator.provision.issuer import SERVER, Federation, Issuer
 from coordinator.provision.members import MEMBERS, Member, read_members, write_members
 from fedge.errors import ConfigError
+from fedge.identity.authority import Authority as Verifier
 from fedge.identity.certificates import (
     device_subject,
     is_past,
@@ -25,7 +26,6 @@ from fedge.identity.certificates import (
     request_of,
 )
 from fedge.identity.names import CRL, Role, Subject, subject_of
-from fedge.identity.names import Authority as Verifier
 from fedge.system.files import volatile
 from tests.support.identities import Authority
 

@@ -25,12 +25,11 @@ from edge_agent.device.worker import Worker
 from edge_agent.learning.batched import one_by_one
 from fedge.commands.broker import LocalBroker
 from fedge.identity.names import Role
-from fedge.models.network import initial
+from fedge.models.build import initial
 from fedge.steps.sgd import Sgd
 from fedge.system.files import BlobFolder
 from fedge.tasks import DeviceData, Partitioning, partition, pool, share_data
-from fedge.tensors.codecs import Codec
-from fedge.tensors.layout import Layout, Tensors, from_bytes, unflatten
+from fedge.tensors.layout import Codec, Layout, Tensors, from_bytes, unflatten
 from fedge.wire.messages import BlobRef
 from tests.support.agents import agents
 from tests.support.broker import local_broker

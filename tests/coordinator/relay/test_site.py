@@ -18,7 +18,7 @@ from coordinator.relay.site import Site
 from coordinator.store.store import Store
 from edge_agent.device.worker import Finished
 from fedge.commands.broker import LocalBroker
-from fedge.models import network
+from fedge.models import build
 from fedge.privacy.egress import PRESETS, Rules
 from fedge.steps.contract import Reveals, body_of
 from fedge.steps.sgd import Sgd
@@ -27,8 +27,7 @@ from fedge.system.files import digest_of
 from fedge.system.stopping import never
 from fedge.tasks import Partitioning, partition, pool, share_data, task_spec
 from fedge.tensors import codecs
-from fedge.tensors.codecs import Codec
-from fedge.tensors.layout import Layout, TensorInfo, from_bytes, unflatten
+from fedge.tensors.layout import Codec, Layout, TensorInfo, from_bytes, unflatten
 from fedge.wire.messages import BlobRef, Order
 from fedge.wire.transport import BrokerSettings
 from tests.support.agents import agents
@@ -128,7 +127,7 @@ async def test_what_does_not_answer_the_order_from_above_is_not_handed_on(
     data = share_data(SAMPLES.spec, partition(SAMPLES, 1, Partitioning(), seed=0)[0])
     address = BrokerSettings(one_broker.host, one_broker.port)
     site = Site(address, "all", tmp_path / "relay", SAMPLES.spec, lambda *_: None)
-    layout, first = network.initial(SAMPLES.spec, 0)
+    layout, first = build.initial(SAMPLES.spec, 0)
     model = codecs.encode(unflatten(first, layout), Codec.FLOAT32)
     start = Start(model=BlobRef(digest=digest_of(model), size_bytes=len(model), codec=Codec.FLOAT32))
     train = Train(starts=(start,), sgd=Sgd(steps=1))

@@ -9,7 +9,7 @@ from coordinator.service import checks
 from fedge.commands.doctor import AGENT_GB
 from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError
-from fedge.models import network
+from fedge.models import build
 from fedge.system.loading import hold
 from fedge.tasks import task_spec
 
@@ -18,7 +18,7 @@ TASK = TaskSpec(name="digits", classes=tuple("0123456789"), input_shape=(1, 8, 8
 
 def test_the_child_makes_what_this_process_would_make() -> None:
     layout, model = checks.first_model(TASK, seed=5)
-    expected_layout, expected = network.initial(TASK, seed=5)
+    expected_layout, expected = build.initial(TASK, seed=5)
     assert layout == expected_layout
     assert layout.n_params == 2410
     assert np.array_equal(model.params, expected.params)
@@ -76,12 +76,12 @@ def of(module: nn.Module) -> TaskSpec:
 def examined(module: nn.Module, without_profile: str = "") -> checks.Examined:
     """Checked as before a run; `module` lives until then, and so does its name."""
     task = of(module)
-    return checks.examine(task, network.initial(task, 0)[0], without_profile)
+    return checks.examine(task, build.initial(task, 0)[0], without_profile)
 
 
 def test_nothing_is_said_of_a_network_that_works() -> None:
     task = task_spec("digits")
-    found = checks.examine(task, network.initial(task, 0)[0], checks.without_profile("fedge", {}))
+    found = checks.examine(task, build.initial(task, 0)[0], checks.without_profile("fedge", {}))
     assert found.findings == ()
     assert (found.parameters, found.size_bytes) == (2410, 9640)
     assert found.ram_gb == AGENT_GB

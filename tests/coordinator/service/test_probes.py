@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from coordinator.service import checks
+from coordinator.service import checks, findings
 from fedge.data.task import TaskSpec
-from fedge.models import network
+from fedge.models import build
 from fedge.system.loading import hold
 
 TASK = TaskSpec(name="toy", classes=("a", "b", "c"), input_shape=(1, 4, 4), model="")
 RNG = np.random.default_rng(0)
-SAMPLES = checks.Samples(RNG.standard_normal((9, 1, 4, 4), np.float32), np.arange(9) % 3)
+SAMPLES = findings.Samples(RNG.standard_normal((9, 1, 4, 4), np.float32), np.arange(9) % 3)
 
 
 class Net(nn.Module):
@@ -364,11 +364,11 @@ WORKING: list[Callable[[], nn.Module]] = [
 ]
 
 
-def examined(make: Callable[[], nn.Module], samples: checks.Samples | None = SAMPLES) -> tuple[checks.Finding, ...]:
+def examined(make: Callable[[], nn.Module], samples: findings.Samples | None = SAMPLES) -> tuple[findings.Finding, ...]:
     """What is said of a network whose factory every machine calls for itself."""
     factory = lambda: make()  # noqa: E731 - of its own, so that no other test's name or graph is taken for it
     task = msgspec.structs.replace(TASK, model=hold(factory))
-    return checks.examine(task, network.initial(task, 0)[0], samples=samples).findings
+    return checks.examine(task, build.initial(task, 0)[0], samples=samples).findings
 
 
 @pytest.fixture(autouse=True)
@@ -382,7 +382,7 @@ def test_what_would_not_work_is_said_in_a_sentence(case: Case) -> None:
     told(found, case)
 
 
-def told(found: checks.Finding, case: Case) -> None:
+def told(found: findings.Finding, case: Case) -> None:
     assert case.what in found.what
     assert case.do in found.do
     assert found.stops is case.stops
@@ -406,7 +406,7 @@ def test_nothing_is_said_of_an_unusual_network_that_works(make: Callable[[], nn.
 
 @pytest.mark.process  # for its seconds
 def test_numbers_of_tokens_are_tried_as_they_are() -> None:
-    tokens = checks.Samples(RNG.integers(0, 7, (9, 1, 4, 4)).astype(np.float32), np.arange(9) % 3)
+    tokens = findings.Samples(RNG.integers(0, 7, (9, 1, 4, 4)).astype(np.float32), np.arange(9) % 3)
     assert examined(_Tokens, tokens) == ()
     assert examined(_Tokens, None) == ()
 
@@ -414,10 +414,10 @@ def test_numbers_of_tokens_are_tried_as_they_are() -> None:
 @pytest.mark.process  # for its seconds
 def test_layers_that_a_given_module_hides_in_a_list_would_not_learn() -> None:
     task = msgspec.structs.replace(TASK, model=hold(net := _Listed()))
-    (found,) = checks.examine(task, network.initial(task, 0)[0], samples=SAMPLES).findings
+    (found,) = checks.examine(task, build.initial(task, 0)[0], samples=SAMPLES).findings
     assert "no order trains layers[0].weight, layers[0].bias, since no state dict has it" in found.what
     net.layers[0].requires_grad_(False)
-    assert checks.examine(task, network.initial(task, 0)[0], samples=SAMPLES).findings == ()
+    assert checks.examine(task, build.initial(task, 0)[0], samples=SAMPLES).findings == ()
 
 
 @pytest.mark.process  # for its seconds
@@ -425,7 +425,7 @@ def test_checks_leave_random_numbers_and_a_given_module_as_they_are() -> None:
     net = with_norm()
     before, state = {name: own.clone() for name, own in net.state_dict().items()}, torch.get_rng_state()
     task = msgspec.structs.replace(TASK, model=hold(net))
-    checks.examine(task, network.initial(task, 0)[0], samples=SAMPLES)
+    checks.examine(task, build.initial(task, 0)[0], samples=SAMPLES)
     assert all(torch.equal(own, before[name]) for name, own in net.state_dict().items())
     assert torch.equal(torch.get_rng_state(), state)
 

@@ -36,11 +36,10 @@ from fedge.errors import ConfigError, FruitlessError, StoreError, TransportError
 from fedge.steps.contract import Failed
 from fedge.steps.mixture.install import Installed
 from fedge.system.files import digest_of
-from fedge.system.processor import Processor
+from fedge.system.hardware import Processor
 from fedge.tasks import task_spec
 from fedge.tensors import codecs
-from fedge.tensors.codecs import Codec
-from fedge.tensors.layout import unflatten
+from fedge.tensors.layout import Codec, unflatten
 from fedge.wire.messages import BlobRef, Order, Why
 from tests.support.device import IN_0_1, TASK, RawDevice
 from tests.support.identities import Authority

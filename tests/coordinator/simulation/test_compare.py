@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 
 from coordinator.simulation import compare as module
-from coordinator.simulation.compare import Comparison, compare, compare_runs, methods_of, seeds_of, spread
+from coordinator.simulation.compare import compare, compare_runs, methods_of, seeds_of, spread
+from coordinator.simulation.reports.comparison import Comparison
 from coordinator.simulation.reports.outcome import Cost, RunOutcome
 from coordinator.simulation.reports.report import of_comparison, write_results
 from coordinator.simulation.settings import CompareSettings, Scenario

@@ -15,7 +15,7 @@ from coordinator.methods.method import Method, ModelState, accepted, round_done
 from coordinator.service.checks import made_up
 from coordinator.simulation import rehearsal
 from coordinator.simulation.rehearsal import rehearse
-from fedge.models.network import initial
+from fedge.models.build import initial
 from fedge.steps.training.train import Start, Train
 from fedge.tasks import task_spec
 from tests.examples.test_methods import FILES, own_class

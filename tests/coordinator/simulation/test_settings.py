@@ -15,7 +15,8 @@ from fedge.errors import ConfigError
 from fedge.settings import describe
 from fedge.steps.sgd import Sgd
 from fedge.tasks import partition
-from fedge.tasks.partition import check_partitioning, samples_of
+from fedge.tasks.partition import samples_of
+from fedge.tasks.shares import check_partitioning
 
 
 def test_the_method_is_told_budget_and_options() -> None:

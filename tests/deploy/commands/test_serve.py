@@ -20,7 +20,7 @@ from tests.support.tcp import TcpServer
 
 from ..bundles import GOLDEN, broken_gate, other_gate, source, variant
 from ..serve_process import PATIENCE, X, ask, process
-from ..serving import body
+from ..served import body
 
 pytestmark = pytest.mark.torch_free
 

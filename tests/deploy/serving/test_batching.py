@@ -13,7 +13,7 @@ from deploy.serving.batching import MAX_WAITING_BYTES, Batcher, BusyError
 from fedge.errors import ConfigError
 
 from ..bundles import GOLDEN, variant
-from ..serving import golden
+from ..served import golden
 
 pytestmark = pytest.mark.torch_free
 

@@ -19,7 +19,7 @@ from deploy.updates.slots import Slots
 from fedge.errors import ConfigError
 
 from ..bundles import GOLDEN, digest, other_gate, poor_gate, source, variant
-from ..serving import binary, body, golden, outputs, served
+from ..served import binary, body, golden, outputs, served
 
 pytestmark = pytest.mark.torch_free
 

@@ -14,7 +14,7 @@ from deploy.serving import protocol
 from fedge.errors import ConfigError
 
 from ..bundles import GOLDEN
-from ..serving import binary, body, golden, outputs
+from ..served import binary, body, golden, outputs
 
 pytestmark = pytest.mark.torch_free
 

@@ -14,7 +14,7 @@ from fedge.wire.topics import Topics
 from fedge.wire.transport import Inbound
 from tests.support.broker import ask, transport
 
-from ..serving import body, golden, outputs, served
+from ..served import body, golden, outputs, served
 
 EXPECTED = golden()
 X = EXPECTED["x"]

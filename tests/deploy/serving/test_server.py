@@ -28,7 +28,7 @@ from fedge.wire.streams import connection
 from tests.support.tcp import connections
 
 from ..bundles import GOLDEN, digest, other_gate, source, variant
-from ..serving import binary, body, golden, served
+from ..served import binary, body, golden, served
 
 pytestmark = pytest.mark.torch_free
 

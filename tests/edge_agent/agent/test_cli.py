@@ -23,15 +23,15 @@ from edge_agent.agent.settings import AgentSettings
 from fedge.commands.broker import LocalBroker
 from fedge.commands.cli import command
 from fedge.errors import ConfigError
-from fedge.models.network import initial
+from fedge.models.build import initial
 from fedge.privacy.egress import Rules
 from fedge.settings import describe, resolve
 from fedge.steps.descriptions.profile import Profile
 from fedge.steps.descriptions.route import Route
 from fedge.system.background import STOP_S
 from fedge.tasks import device_data, task_spec
-from fedge.tensors.codecs import Codec, encode
-from fedge.tensors.layout import unflatten
+from fedge.tensors.codecs import encode
+from fedge.tensors.layout import Codec, unflatten
 from fedge.wire.messages import BlobRef, Outcome, Presence, Why
 from fedge.wire.route import Address, parse_address
 from tests.support.broker import local_broker
@@ -135,7 +135,7 @@ def test_the_password_is_never_shown(data: Path, tmp_path: Path) -> None:
 def test_the_custom_task_of_the_examples_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from fedge.models.network import build as build_network
+    from fedge.models.build import build as build_network
 
     monkeypatch.syspath_prepend(str(EXAMPLES))
     rng = np.random.default_rng(0)

@@ -36,8 +36,9 @@ from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Trained
 from fedge.system.logs import LINES_PER_MINUTE
 from fedge.system.stopping import Stop
-from fedge.tensors.codecs import Codec, apply_differences
+from fedge.tensors.codecs import apply_differences
 from fedge.tensors.codecs import encode as encode_tensors
+from fedge.tensors.layout import Codec
 from fedge.wire.messages import (
     MAX_LEFT_S,
     Ack,

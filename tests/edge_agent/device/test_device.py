@@ -32,7 +32,7 @@ from edge_agent.device.device import (
 )
 from fedge.bundle.manifest import read
 from fedge.errors import ConfigError, ProtocolError, StoreError
-from fedge.models import network
+from fedge.models import build
 from fedge.steps.contract import Failed, installed_steps
 from fedge.steps.mixture.install import Install, Installed
 from fedge.steps.sgd import Sgd
@@ -173,7 +173,7 @@ def test_what_was_kept_by_a_step_that_is_gone_cannot_be_used() -> None:
 
 
 def test_the_device_predicts_with_what_it_kept_in_its_newest_run(tmp_path: Path) -> None:
-    own, served = worker(tmp_path), network.initial(TASK, 5)[1]
+    own, served = worker(tmp_path), build.initial(TASK, 5)[1]
     assert own.personal(served) is served
     blobs = Blobs()
     for run, number in (("one", 9), ("two", 1)):

@@ -13,19 +13,18 @@ from edge_agent.device.room import Room
 from edge_agent.device.worker import Worker
 from fedge.data.task import TaskSpec
 from fedge.errors import ProtocolError
-from fedge.models import network
+from fedge.models import build
 from fedge.steps.contract import Action
 from fedge.steps.descriptions.describe_labels import DescribeLabels
 from fedge.steps.masked.mask_keys import MaskKeys
 from fedge.system.files import digest_of
 from fedge.tensors import codecs
-from fedge.tensors.codecs import Codec
-from fedge.tensors.layout import BASE, HEAD, Layout, Model, Selector
+from fedge.tensors.layout import BASE, HEAD, Codec, Layout, Model, Selector
 from fedge.wire.messages import BlobRef
 from tests.support.orders import Blobs, device_data, order
 
 TASK = TaskSpec(name="t", classes=("a", "b", "c"), input_shape=(6,), model="tests.support.networks:normed")
-LAYOUT, _ = network.initial(TASK, 0)
+LAYOUT, _ = build.initial(TASK, 0)
 
 
 def update() -> Model:

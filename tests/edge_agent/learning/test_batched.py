@@ -16,7 +16,7 @@ from edge_agent.learning import batched
 from edge_agent.learning.batched import Job, execute
 from edge_agent.steps.training import train
 from fedge.data.task import TaskSpec
-from fedge.models import network as models
+from fedge.models import build
 from fedge.models.training import can_stack
 from fedge.steps.contract import Declined, Failed
 from fedge.steps.descriptions.profile import Profile
@@ -26,8 +26,7 @@ from fedge.steps.training.train import Start, Train, Trained
 from fedge.system.files import digest_of
 from fedge.tasks import DeviceData
 from fedge.tensors import codecs
-from fedge.tensors.codecs import Codec
-from fedge.tensors.layout import HEAD, Model, unflatten
+from fedge.tensors.layout import HEAD, Codec, Model, unflatten
 from fedge.wire.messages import BlobRef, Why
 from tests.support.orders import order
 
@@ -114,7 +113,7 @@ class Federation:
         self.workers = [Worker(f"d{k}", task, data_of(task, *size), home / str(k)) for k, size in enumerate(sizes)]
 
     def model(self, seed, scale=1.0) -> BlobRef:
-        layout, model = models.initial(self.task, seed)
+        layout, model = build.initial(self.task, seed)
         scaled = Model(model.params * np.float32(scale), model.buffers, model.counters)
         data = codecs.encode(unflatten(scaled, layout), Codec.FLOAT32)
         self.blobs[digest_of(data)] = data
@@ -131,7 +130,7 @@ class Federation:
         return Train(**{"starts": (Start(model=self.model(1)),), "sgd": SGD, "codec": Codec.FLOAT32} | changes)
 
     def update(self, outcome) -> np.ndarray:
-        layout, _ = models.initial(self.task, 1)
+        layout, _ = build.initial(self.task, 1)
         return codecs.decode(outcome.blobs[outcome.result.update.digest], outcome.result.update.codec, layout).params
 
 
@@ -275,7 +274,7 @@ def test_a_stack_that_raises_is_a_failure_of_one_device_alone(tmp_path, caplog):
 @pytest.mark.parametrize("batch_size", [16, 1])
 def test_batch_normalisation_learns_from_one_sample_with_the_statistics_that_it_has(tmp_path, batch_size):
     here = Federation(task_of("batch_norm"), tmp_path, ((1, 1), (40, 9)))
-    layout, first = models.initial(here.task, 1)
+    layout, first = build.initial(here.task, 1)
     sgd = Sgd(steps=7, batch_size=batch_size)
     for outcome, still in zip(execute(here.jobs(here.train(sgd=sgd))), (True, batch_size == 1), strict=True):
         update = codecs.decode(outcome.blobs[outcome.result.update.digest], Codec.FLOAT32, layout)

@@ -8,7 +8,7 @@ import pytest
 from edge_agent.device.device import Device, FailedError
 from edge_agent.learning import candidates
 from fedge.errors import StoreError
-from fedge.models.network import initial
+from fedge.models.build import initial
 from fedge.steps.descriptions.mean_features import MeanFeatures
 from fedge.tensors.layout import to_bytes, unflatten
 from fedge.wire.messages import Role

@@ -7,14 +7,14 @@ import pytest
 
 from edge_agent.device.device import Device
 from edge_agent.learning.private_model import _overfits, fit, fit_private, log_likelihood, mean_model
-from fedge.models import network
+from fedge.models import build
 from fedge.steps.descriptions.mean_features import MeanFeatures
 from fedge.steps.sgd import Sgd
 from fedge.tensors.layout import Model
 from tests.support.orders import TASK, Blobs
 from tests.support.orders import device as device_of
 
-_, START = network.initial(TASK, 3)
+_, START = build.initial(TASK, 3)
 NONE = (np.zeros((0, 6), np.float32), np.zeros(0, np.int64))
 
 

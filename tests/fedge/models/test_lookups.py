@@ -8,11 +8,12 @@ from torch import nn
 
 from fedge.data.preprocessing import apply
 from fedge.data.task import Preprocessing, TaskSpec
+from fedge.models.choice import with_network
 from fedge.models.lookups import MOST_COLUMNS, leave_lookups
-from fedge.models.weights import with_network
 from fedge.system.loading import hold
 from fedge.tasks import Task, pool
-from fedge.tasks.partition import Partitioning, samples_of
+from fedge.tasks.partition import samples_of
+from fedge.tasks.shares import Partitioning
 
 SCALED = Preprocessing(mean=(3.0,) * 6, std=(2.0,) * 6)
 

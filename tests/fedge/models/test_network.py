@@ -11,6 +11,7 @@ from torch import nn
 
 from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError, ProtocolError
+from fedge.models import build
 from fedge.models import network as models
 from fedge.models.training import Network, Trainer
 from fedge.steps.sgd import Sgd
@@ -82,7 +83,7 @@ def user(own_module: Callable[..., types.ModuleType]) -> types.ModuleType:
 
 def test_the_head_is_the_layer_that_gives_the_logits_wherever_it_is_registered(user: types.ModuleType) -> None:
     user.net = lambda _: Early()
-    layout, first = models.initial(TOY, 3)
+    layout, first = build.initial(TOY, 3)
     assert [info.name for info in layout.select(HEAD).tensors] == ["head.weight", "head.bias"]
     network = Network(TOY)
     assert network.layout == layout
@@ -112,7 +113,7 @@ def test_the_head_is_the_layer_that_gives_the_logits_wherever_it_is_registered(u
 )
 def test_a_network_without_such_a_layer_is_not_split_at_another_one(net: nn.Module, user: types.ModuleType) -> None:
     user.net = lambda _: net
-    layout, first = models.initial(TOY, 3)
+    layout, first = build.initial(TOY, 3)
     with pytest.raises(ConfigError, match="its output the logits; change the network, or choose a method"):
         layout.select(HEAD)
     with pytest.raises(ConfigError, match="cannot be split"):
@@ -123,7 +124,7 @@ def test_a_network_without_such_a_layer_is_not_split_at_another_one(net: nn.Modu
 def test_a_network_that_does_not_take_the_tasks_inputs_is_refused_before_anything_runs(user: types.ModuleType) -> None:
     user.net = lambda _: nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
     with pytest.raises(ConfigError, match=r"networks_of_a_user:net does not take inputs \(n, 6\)"):
-        models.initial(TOY, 3)
+        build.initial(TOY, 3)
 
 
 def not_finite() -> nn.Module:
@@ -173,7 +174,7 @@ def exits() -> nn.Module:
         (lambda: named("logits"), "tensor logits is called as the input or the output of graphs"),
         (with_more_state, "its state has _extra_state, a dict, and only tensors are sent: keep it in a buffer"),
         (not_finite, "begins with NaN or infinity in head.bias: initialise these weights"),
-        (exits, "fails with SystemExit: no licence (test_init.py, line"),
+        (exits, "fails with SystemExit: no licence (test_network.py, line"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
@@ -182,7 +183,7 @@ def test_what_cannot_be_sent_by_name_is_refused_in_a_sentence(
 ) -> None:
     user.net = net
     with pytest.raises(ConfigError) as refused:
-        models.initial(TOY, 3)
+        build.initial(TOY, 3)
     assert told in str(refused.value)
     assert "\n" not in str(refused.value)
 
@@ -196,7 +197,7 @@ def test_a_network_that_answers_with_no_tensor_has_no_head(
             return answer([("logits", super().forward(x))])
 
     user.net = lambda _: Other()
-    layout, _ = models.initial(TOY, 3)
+    layout, _ = build.initial(TOY, 3)
     assert not [info for info in layout.tensors if info.layer == "head"]
 
 
@@ -260,11 +261,11 @@ def test_other_types_are_the_users_error() -> None:
 
 def test_initial_depends_on_the_seed_alone() -> None:
     torch.manual_seed(1)
-    layout, first = models.initial(TASK, seed=3)
+    layout, first = build.initial(TASK, seed=3)
     expected_next = torch.rand(1, generator=torch.Generator().manual_seed(1))
     assert torch.equal(torch.rand(1), expected_next)  # the global generator was left alone
-    _, again = models.initial(TASK, seed=3)
-    _, other = models.initial(TASK, seed=4)
+    _, again = build.initial(TASK, seed=3)
+    _, other = build.initial(TASK, seed=4)
     assert layout.n_params == 2410
     assert np.array_equal(first.params, again.params)
     assert not np.array_equal(first.params, other.params)
@@ -279,19 +280,19 @@ def test_the_users_factory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         "    import torchvision\n    return torchvision.models.mobilenet_v3_small(num_classes=task.n_classes)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    layout, _ = models.initial(msgspec.structs.replace(TASK, model="my_factories:net"), seed=0)
+    layout, _ = build.initial(msgspec.structs.replace(TASK, model="my_factories:net"), seed=0)
     assert layout.n_params == 650
     with pytest.raises(ConfigError, match="NoneType"):
-        models.build(msgspec.structs.replace(TASK, model="my_factories:nothing"))
+        build.build(msgspec.structs.replace(TASK, model="my_factories:nothing"))
     mobile = msgspec.structs.replace(TASK, model="my_factories:mobile", input_shape=(3, 32, 32))
-    layout, _ = models.initial(mobile, seed=0)
+    layout, _ = build.initial(mobile, seed=0)
     assert layout.of_kind("counter")
     assert [info.name for info in layout.select(HEAD).tensors] == ["classifier.3.weight", "classifier.3.bias"]
 
 
 def test_an_unknown_model_lists_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"mlp, cnn, cnn_fedavg, resnet_moe, .*, or package\.module:factory"):
-        models.build(msgspec.structs.replace(TASK, model="transformer"))
+        build.build(msgspec.structs.replace(TASK, model="transformer"))
 
 
 def test_each_tensor_says_of_which_kind_its_layer_is(user: types.ModuleType) -> None:
@@ -299,7 +300,7 @@ def test_each_tensor_says_of_which_kind_its_layer_is(user: types.ModuleType) -> 
         nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 2, 3), nn.BatchNorm1d(2), nn.Flatten(), nn.Linear(8, 4), nn.LayerNorm(4),
         nn.GRUCell(4, 2), nn.Linear(2, 3),
     )  # fmt: skip
-    layout, _ = models.initial(TOY, 3)
+    layout, _ = build.initial(TOY, 3)
     of_layer = {info.name.rpartition(".")[0]: info.layer for info in layout.tensors}
     assert of_layer == {"1": "conv", "2": "norm", "4": "linear", "5": "norm", "6": "", "7": "head"}
     norm = layout.select(("norm",))
@@ -313,5 +314,5 @@ def test_each_tensor_says_of_which_kind_its_layer_is(user: types.ModuleType) -> 
 
 def test_the_head_comes_first_where_a_layer_is_of_two_kinds(user: types.ModuleType) -> None:
     user.net = lambda _: nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3))
-    layout, _ = models.initial(TOY, 3)
+    layout, _ = build.initial(TOY, 3)
     assert [info.layer for info in layout.tensors] == ["linear", "linear", "head", "head"]

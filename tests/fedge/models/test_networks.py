@@ -4,6 +4,7 @@ import torch
 
 from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError
+from fedge.models import build
 from fedge.models import network as models
 from fedge.models.networks import NETWORKS
 
@@ -27,19 +28,19 @@ def task(model: str, shape: tuple[int, ...] = (1, 28, 28), **options: int | floa
     ],
 )
 def test_number_of_parameters_by_hand(spec: TaskSpec, n_params: int) -> None:
-    assert models.layout_of(models.build(spec)).n_params == n_params
+    assert models.layout_of(build.build(spec)).n_params == n_params
 
 
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("shape", [(1, 8, 8), (3, 32, 32), (2, 9, 13)])
 def test_one_row_of_logits_per_sample(name: str, shape: tuple[int, ...]) -> None:
-    logits = models.build(task(name, shape))(torch.zeros(5, *shape))
+    logits = build.build(task(name, shape))(torch.zeros(5, *shape))
     assert logits.shape == (5, 10)
 
 
 def test_logits_of_a_sample_do_not_depend_on_its_batch() -> None:
     x = torch.randn(4, 1, 28, 28)
-    network = models.build(task("cnn"))
+    network = build.build(task("cnn"))
     torch.testing.assert_close(network(x)[2:3], network(x[2:3]))
 
 
@@ -59,4 +60,4 @@ def test_logits_of_a_sample_do_not_depend_on_its_batch() -> None:
 )
 def test_wrong_options_and_shapes_are_named(spec: TaskSpec, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        models.build(spec)
+        build.build(spec)

@@ -11,6 +11,7 @@ import torch
 import deploy
 from export import Candidate, GateWeights, Mixture, write_bundle
 from fedge.data.task import TaskSpec
+from fedge.models import build
 from fedge.models import network as models
 from fedge.models.resnet_moe import Block, ResNetMoE
 from fedge.tensors.layout import flatten, unflatten
@@ -81,7 +82,7 @@ def test_its_bundle_predicts_what_torch_predicts(tmp_path: Path, experts: int, t
         model="resnet_moe",
         model_options={"experts": experts, "top": top},
     )
-    layout, model = models.initial(task, 0)
+    layout, model = build.initial(task, 0)
     if equal:
         tensors = unflatten(model, layout)
         routers = {name: np.zeros_like(value) for name, value in tensors.items() if ".router." in name}
@@ -95,7 +96,7 @@ def test_its_bundle_predicts_what_torch_predicts(tmp_path: Path, experts: int, t
     )
     folder = tmp_path / "bundle"
     write_bundle(folder, task=task, layout=layout, mixture=mixture, validation=x, release=1, method="test", metrics={})
-    module = models.build(task).eval()
+    module = build.build(task).eval()
     models.load(module, model, layout)
     with torch.inference_mode():
         expected = torch.softmax(module(torch.from_numpy(x)), dim=1).numpy()

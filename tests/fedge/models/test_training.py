@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional
 
 from fedge.data.task import TaskSpec
+from fedge.models import build
 from fedge.models import network as models
 from fedge.models.training import (
     CHUNK,
@@ -36,12 +37,12 @@ from fedge.models.training import (
     torch_device,
 )
 from fedge.steps.sgd import Sgd
-from fedge.system.processor import Processor
+from fedge.system.hardware import Processor
 from fedge.system.stopping import StoppedError
 from fedge.tensors.layout import HEAD, unflatten
 
 TASK = TaskSpec(name="toy", classes=("a", "b", "c"), input_shape=(5,), model="mlp", model_options={"hidden": 7})
-LAYOUT, START = models.initial(TASK, 3)
+LAYOUT, START = build.initial(TASK, 3)
 X = np.random.default_rng(0).normal(size=(50, 5)).astype(np.float32)
 Y = np.arange(50) % 3
 
@@ -66,7 +67,7 @@ def test_steps_are_those_of_torch_sgd(mu, decay):
     net = network()
     sgd = Sgd(batch_size=8, proximal_mu=mu, weight_decay=decay)
     Trainer(net, X, Y, sgd, np.random.default_rng(1)).run(25)
-    module = models.build(TASK)
+    module = build.build(TASK)
     models.load(module, START, LAYOUT)
     start = [p.detach().clone() for p in module.parameters()]
     optimiser = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9, weight_decay=decay)
@@ -108,7 +109,7 @@ def test_loss_and_gradient_are_those_of_the_mean_whatever_the_chunks():
     x, y = np.random.default_rng(1).normal(size=(n, 5)).astype(np.float32), np.arange(n) % 3
     net = network()
     loss, norm = loss_and_gradient_norm(net, x, y)
-    module = models.build(TASK)
+    module = build.build(TASK)
     models.load(module, START, LAYOUT)
     expected = functional.cross_entropy(module(tensor(x)), tensor(y))
     expected.backward()
@@ -121,7 +122,7 @@ def test_loss_and_gradient_are_those_of_the_mean_whatever_the_chunks():
 def test_logits_are_the_models_and_leave_read_only_data_alone():
     x = X.copy()
     x.flags.writeable = False
-    module = models.build(TASK)
+    module = build.build(TASK)
     models.load(module, START, LAYOUT)
     assert Network(TASK).logits(START, x) == pytest.approx(module(tensor(X)).detach().numpy(), abs=1e-6)
 
@@ -140,7 +141,7 @@ def test_features_are_what_the_head_sees():
 def test_a_change_is_the_difference_of_weights_with_buffers_as_they_are():
     task = msgspec.structs.replace(TASK, model="tests.support.networks:normed", model_options={})
     net = Network(task)
-    _, start = models.initial(task, 3)
+    _, start = build.initial(task, 3)
     net.load(start)
     Trainer(net, X, Y, Sgd(), np.random.default_rng(0)).run(3)
     trained, change = net.dump(), net.change(start)
@@ -166,7 +167,7 @@ SIZES = (50, 3, 17, 20)
 
 def stacked():
     ragged = [(X[:n], Y[:n]) for n in SIZES]
-    starts = [models.initial(TASK, seed)[1] for seed in range(4)]
+    starts = [build.initial(TASK, seed)[1] for seed in range(4)]
     return ragged, starts, Stack(network(), starts)
 
 

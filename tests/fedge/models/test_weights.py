@@ -11,7 +11,8 @@ import pytest
 from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError
 from fedge.models import weights
-from fedge.models.weights import has, keep, named, needed_on_devices, read, tell_fresh_head, with_network
+from fedge.models.choice import with_network
+from fedge.models.weights import has, keep, named, needed_on_devices, read, tell_fresh_head
 from fedge.system.files import digest_of
 from fedge.tensors.layout import Layout, TensorInfo, to_bytes
 from tests.deploy.faults import no_room
@@ -58,7 +59,7 @@ def test_another_network_has_other_options(file: Path) -> None:
 
 def test_one_of_our_networks_is_named_without_torch() -> None:
     """By the processes beside a coordinator, too, which have its settings."""
-    code = "import sys; from fedge.tasks import task_spec; from fedge.models.weights import with_network\n"
+    code = "import sys; from fedge.tasks import task_spec; from fedge.models.choice import with_network\n"
     code += "with_network(task_spec('digits'), 'cnn'); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from fedge.data.task import MAX_POOL
 from fedge.errors import ConfigError, ProtocolError
 from fedge.steps.contract import (
     HARMLESS,
@@ -32,7 +33,7 @@ from fedge.steps.mixture.fit_candidates import CandidatesFitted, FitCandidates
 from fedge.steps.mixture.fit_energy import EnergyFitted, FitEnergy
 from fedge.steps.mixture.fit_gate import FitGate
 from fedge.steps.mixture.fit_mixture import FitMixture
-from fedge.steps.mixture.fit_pool import MAX_POOL, FitPool
+from fedge.steps.mixture.fit_pool import FitPool
 from fedge.steps.mixture.fit_weights import Calibration, FitWeights, WeightsFitted
 from fedge.steps.mixture.install import FineTune, Install, Installed
 from fedge.steps.mixture.install_bundle import InstallBundle

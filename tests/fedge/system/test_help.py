@@ -9,7 +9,8 @@ import pytest
 from click.testing import CliRunner
 
 from fedge.commands.cli import command as fedge
-from fedge.system.help import Command, CommandGroup, Heading, Option, heading_of, json_lines, json_option, option
+from fedge.system.help import Command, CommandGroup, Option, heading_of, json_lines, json_option, option
+from fedge.system.text import Heading
 from tests.support.cli_reference import commands
 
 ALL = [("", fedge), *commands()]

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError
-from fedge.models.network import build, initial
+from fedge.models.build import build, initial
 from fedge.system.loading import hold
 from fedge.tasks import Task, pool
 from fedge.tasks.own import name_of

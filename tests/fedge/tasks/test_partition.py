@@ -13,8 +13,9 @@ from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError
 from fedge.settings import given as from_config
 from fedge.tasks import Partitioning, Pool, Share, device_data, partition, pool, set_apart, share_data, write_share
-from fedge.tasks.partition import MIN_SAMPLES, How, samples_of
-from fedge.tasks.partitioners import Milder, Sizes
+from fedge.tasks.partition import samples_of
+from fedge.tasks.partitioners import MIN_SAMPLES, Milder, Sizes
+from fedge.tasks.shares import How
 
 
 def numbered(n: int, n_classes: int = 4, side: int = 3) -> Pool:

@@ -8,7 +8,7 @@ from PIL import Image
 from fedge.data.preprocessing import apply
 from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError
-from fedge.models import network
+from fedge.models import build
 from fedge.tasks import task_spec, write_task
 from fedge.tasks.specs import BUILT_IN, MOST_SCALES, spec_of_arrays
 
@@ -17,11 +17,11 @@ from fedge.tasks.specs import BUILT_IN, MOST_SCALES, spec_of_arrays
 def test_built_in_tasks_have_a_network(name: str) -> None:
     spec = task_spec(name, None)
     assert spec.name == name
-    assert network.initial(spec, 0)[0].n_params > 0
+    assert build.initial(spec, 0)[0].n_params > 0
 
 
 def test_digits_have_2410_parameters() -> None:
-    assert network.initial(task_spec("digits", None), 0)[0].n_params == 2410
+    assert build.initial(task_spec("digits", None), 0)[0].n_params == 2410
 
 
 def test_a_written_task_is_read_again(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from hypothesis.extra import numpy as hnp
 
 from fedge.errors import ProtocolError
 from fedge.tensors.codecs import (
-    Codec,
     NotFiniteError,
     apply_differences,
     check,
@@ -26,7 +25,7 @@ from fedge.tensors.codecs import (
     rounded,
 )
 from fedge.tensors.codecs import packed as bytes_of
-from fedge.tensors.layout import Layout, Model, TensorInfo, Tensors, flatten, to_bytes, unflatten
+from fedge.tensors.layout import Codec, Layout, Model, TensorInfo, Tensors, flatten, to_bytes, unflatten
 
 LAYOUT = Layout(
     tensors=(

@@ -17,8 +17,7 @@ from coordinator.fleet.mqtt.checking import ATTEMPTS, CheckPool
 from fedge.errors import ProtocolError, StoreError
 from fedge.system.stopping import StoppedError
 from fedge.tensors import codecs
-from fedge.tensors.codecs import Codec
-from fedge.tensors.layout import to_bytes
+from fedge.tensors.layout import Codec, to_bytes
 from tests.support.device import LAYOUT, tensors
 
 GOOD = codecs.encode(tensors(0.5), Codec.INT8)

@@ -37,8 +37,7 @@ from fedge.steps.training.train import Start, Train, Trained
 from fedge.steps.training.train_rod import TrainRod
 from fedge.system.files import digest_of
 from fedge.tensors import codecs
-from fedge.tensors.codecs import Codec
-from fedge.tensors.layout import BASE, HEAD, Layout, TensorInfo, to_bytes
+from fedge.tensors.layout import BASE, HEAD, Codec, Layout, TensorInfo, to_bytes
 from fedge.wire.messages import MAX_LEFT_S, Capabilities, Context, Outcome, Presence, Report, Status, Want, Why
 from tests.chaos.network import Network
 from tests.support.broker import settings

@@ -24,8 +24,7 @@ from fedge.identity.names import Role
 from fedge.steps.contract import Declined
 from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Start, Train
-from fedge.tensors.codecs import Codec
-from fedge.tensors.layout import to_bytes
+from fedge.tensors.layout import Codec, to_bytes
 from fedge.wire.messages import BlobRef, Order, Why
 from tests.support.broker import settings
 from tests.support.device import LAYOUT, TASK, WAIT_S, RawDevice, tensors

@@ -16,8 +16,8 @@ from edge_agent.device.device import CACHED_MODELS, Fetch
 from edge_agent.device.worker import Finished, Worker
 from edge_agent.learning.batched import one_by_one
 from fedge.errors import FruitlessError, ProtocolError
-from fedge.models.network import initial
-from fedge.models.weights import with_network
+from fedge.models.build import initial
+from fedge.models.choice import with_network
 from fedge.steps.contract import Action, Declined, Failed
 from fedge.steps.descriptions.describe_labels import DescribeLabels, LabelsDescribed
 from fedge.steps.descriptions.trial import Trial, Tried
@@ -26,8 +26,7 @@ from fedge.steps.training.train import Start, Train, Trained
 from fedge.system.stopping import Stop, never
 from fedge.tasks import Partitioning, partition, pool, share_data
 from fedge.tensors import codecs
-from fedge.tensors.codecs import Codec
-from fedge.tensors.layout import HEAD, Model, to_bytes, unflatten
+from fedge.tensors.layout import HEAD, Codec, Model, to_bytes, unflatten
 from fedge.wire.messages import Order, Why
 from tests.support.simulation import digits
 

@@ -24,7 +24,7 @@ from edge_agent.device.worker import Finished
 from edge_agent.learning import batched
 from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Start, Train, Trained
-from fedge.tensors.codecs import Codec
+from fedge.tensors.layout import Codec
 
 pytestmark = pytest.mark.process
 SCENARIO = Scenario(devices=40, samples=1200, min_samples=10, rounds=2, codec=Codec.FLOAT32, local_steps=3)

@@ -12,8 +12,8 @@ from coordinator.fleet.simulated.ray import ray, resources_of_actors
 from coordinator.simulation.run import simulate
 from coordinator.simulation.settings import Running, Scenario
 from fedge.errors import ConfigError
+from fedge.system.hardware import Processor
 from fedge.system.loading import hold
-from fedge.system.processor import Processor
 from fedge.tasks import Task
 
 

@@ -15,8 +15,7 @@ from fedge.steps.descriptions.mean_features import FeaturesMeasured, MeanFeature
 from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Train
 from fedge.steps.training.train_dbe import TrainDbe
-from fedge.tensors.codecs import Codec
-from fedge.tensors.layout import Layout, TensorInfo
+from fedge.tensors.layout import Codec, Layout, TensorInfo
 from fedge.wire.messages import BlobRef
 from tests.support.simulation import Fleet, digits, rounds
 

@@ -12,11 +12,10 @@ from coordinator.methods.baselines.fedavg import FedAvg
 from coordinator.methods.method import MethodSettings
 from coordinator.simulation.rounds import run
 from edge_agent.device.worker import Worker
-from fedge.models.network import initial
+from fedge.models.build import initial
 from fedge.steps.sgd import Sgd
 from fedge.tasks import Partitioning, partition, pool, share_data
-from fedge.tensors.codecs import Codec
-from fedge.tensors.layout import unflatten
+from fedge.tensors.layout import Codec, unflatten
 from fedge.wire.messages import Role
 from tests.support.orders import roles_of
 from tests.support.simulation import digits

@@ -14,7 +14,7 @@ from edge_agent.learning.evaluation import logits
 from fedge.errors import ConfigError
 from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Start, Train
-from fedge.tensors.codecs import Codec
+from fedge.tensors.layout import Codec
 from tests.support.simulation import digits, predicted, roles
 
 SETTINGS = MethodSettings(rounds=3, sgd=Sgd(steps=5), codec=Codec.FLOAT32, down="float32")

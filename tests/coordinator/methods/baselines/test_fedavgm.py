@@ -8,7 +8,7 @@ from coordinator.methods.method import MethodSettings, dump, load, make
 from coordinator.simulation.rounds import run
 from fedge.errors import ConfigError
 from fedge.steps.sgd import Sgd
-from fedge.tensors.codecs import Codec
+from fedge.tensors.layout import Codec
 from tests.support.simulation import digits
 
 EXACT = {"rounds": 4, "sgd": Sgd(steps=5), "codec": Codec.FLOAT32, "down": "float32"}

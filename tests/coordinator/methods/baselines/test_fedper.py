@@ -8,8 +8,7 @@ from coordinator.methods.baselines.fedper import FedPer
 from coordinator.methods.method import MethodSettings
 from fedge.models.training import Trainer
 from fedge.steps.sgd import Sgd
-from fedge.tensors.codecs import Codec
-from fedge.tensors.layout import BASE, HEAD
+from fedge.tensors.layout import BASE, HEAD, Codec
 from tests.support.simulation import digits
 
 SETTINGS = MethodSettings(rounds=2, sgd=Sgd(steps=4), codec=Codec.FLOAT32, down="float32")

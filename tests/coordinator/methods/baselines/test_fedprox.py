@@ -7,7 +7,7 @@ from coordinator.methods.method import MethodSettings, make
 from coordinator.simulation.rounds import run
 from fedge.errors import ConfigError
 from fedge.steps.sgd import Sgd
-from fedge.tensors.codecs import Codec
+from fedge.tensors.layout import Codec
 from tests.support.simulation import digits
 
 EXACT = {"rounds": 2, "sgd": Sgd(steps=20), "codec": Codec.FLOAT32, "down": "float32"}

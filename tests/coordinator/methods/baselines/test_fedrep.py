@@ -9,8 +9,7 @@ from coordinator.methods.method import MethodSettings
 from edge_agent.device.worker import Worker
 from fedge.models.training import loss_and_gradient_norm
 from fedge.steps.sgd import Sgd
-from fedge.tensors.codecs import Codec
-from fedge.tensors.layout import BASE, HEAD, Model
+from fedge.tensors.layout import BASE, HEAD, Codec, Model
 from tests.support.simulation import digits
 
 

@@ -10,7 +10,7 @@ from coordinator.methods.method import MethodSettings
 from coordinator.simulation.rounds import run
 from edge_agent.learning.evaluation import look
 from fedge.steps.sgd import Sgd
-from fedge.tensors.codecs import Codec
+from fedge.tensors.layout import Codec
 from tests.support.simulation import digits
 
 SETTINGS = MethodSettings(rounds=3, sgd=Sgd(steps=6), codec=Codec.FLOAT32, down="float32")

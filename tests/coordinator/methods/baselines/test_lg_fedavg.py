@@ -8,8 +8,7 @@ from coordinator.methods.baselines.lg_fedavg import LgFedAvg
 from coordinator.methods.method import MethodSettings
 from coordinator.simulation.rounds import run
 from fedge.steps.sgd import Sgd
-from fedge.tensors.codecs import Codec
-from fedge.tensors.layout import BASE, HEAD
+from fedge.tensors.layout import BASE, HEAD, Codec
 from tests.support.simulation import digits
 
 

@@ -18,15 +18,14 @@ from edge_agent.learning.evaluation import logits, prior
 from edge_agent.learning.mixture import PLAIN
 from fedge.bundle.formula import calibrated
 from fedge.errors import ConfigError
-from fedge.models.network import initial
+from fedge.models.build import initial
 from fedge.steps.contract import Declined, Failed
 from fedge.steps.mixture.install import Install
 from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Train, Trained
 from fedge.steps.training.train_ditto import TrainDitto
 from fedge.tasks import task_spec
-from fedge.tensors.codecs import Codec
-from fedge.tensors.layout import BASE, HEAD, Layout, TensorInfo
+from fedge.tensors.layout import BASE, HEAD, Codec, Layout, TensorInfo
 from fedge.wire.messages import BlobRef, Role, blobs_of
 from tests.support.simulation import Fleet, digits, predicted, roles, rounds
 

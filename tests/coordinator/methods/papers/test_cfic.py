@@ -13,7 +13,7 @@ from coordinator.methods.parts.grouping import Description
 from coordinator.simulation.rounds import run
 from fedge.errors import ConfigError
 from fedge.steps.sgd import Sgd
-from fedge.tensors.codecs import Codec
+from fedge.tensors.layout import Codec
 from tests.support.simulation import digits, manifests, predicted, rounds
 
 EXACT = {"sgd": Sgd(steps=5), "codec": Codec.FLOAT32, "down": "float32"}

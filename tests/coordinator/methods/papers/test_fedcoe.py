@@ -27,8 +27,7 @@ from fedge.steps.descriptions.route import Routed
 from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Start, Train
 from fedge.tasks import DeviceData, pool, task_spec
-from fedge.tensors.codecs import Codec
-from fedge.tensors.layout import Layout, Model, Tensors
+from fedge.tensors.layout import Codec, Layout, Model, Tensors
 from fedge.wire.messages import BlobRef
 from tests.support.simulation import Fleet, digits
 

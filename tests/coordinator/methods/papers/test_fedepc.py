@@ -31,7 +31,7 @@ from fedge.steps.descriptions.profile import Profile
 from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Start, Train
 from fedge.tasks import pool
-from fedge.tensors.codecs import Codec
+from fedge.tensors.layout import Codec
 from tests.support.simulation import Fleet, digits, predicted, rounds
 
 SGD = Sgd(steps=10)

@@ -44,8 +44,7 @@ from fedge.errors import ConfigError
 from fedge.steps.mixture.fit_candidates import CandidatesFitted
 from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Start, Train, Trained
-from fedge.tensors.codecs import Codec
-from fedge.tensors.layout import Layout, Model, TensorInfo, flatten, from_bytes, unflatten
+from fedge.tensors.layout import Codec, Layout, Model, TensorInfo, flatten, from_bytes, unflatten
 from fedge.wire.messages import Role
 from tests.support.simulation import Fleet, digits, manifests, predicted, rounds
 from tests.support.simulation import roles as roles_of

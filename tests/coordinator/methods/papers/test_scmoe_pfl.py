@@ -17,8 +17,7 @@ from edge_agent.steps.descriptions.describe_labels import label_feature
 from fedge.errors import ConfigError
 from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Start, Train
-from fedge.tensors.codecs import Codec
-from fedge.tensors.layout import unflatten
+from fedge.tensors.layout import Codec, unflatten
 from fedge.wire.messages import Role
 from tests.support.simulation import digits, manifests, roles, rounds
 

@@ -13,7 +13,7 @@ from coordinator.methods.baselines.fedbuff import FedBuff
 from coordinator.methods.method import MethodSettings
 from coordinator.methods.parts.asynchronous import KEPT, buffered, discount
 from fedge.steps.training.train import Start, Train
-from fedge.tensors.codecs import Codec
+from fedge.tensors.layout import Codec
 from tests.support.simulation import declining, digits, multiplying
 
 

@@ -17,8 +17,7 @@ from coordinator.methods.options import method_and_options
 from coordinator.methods.parts.averaging import averages, lengths
 from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Trained
-from fedge.tensors.codecs import Codec
-from fedge.tensors.layout import Layout, TensorInfo, unflatten
+from fedge.tensors.layout import Codec, Layout, TensorInfo, unflatten
 from fedge.wire.messages import BlobRef
 from tests.support.simulation import digits, multiplying
 

@@ -22,8 +22,7 @@ from fedge.steps.descriptions.describe_labels import LabelsDescribed
 from fedge.steps.descriptions.profile import Profiled
 from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Start, Train, Trained
-from fedge.tensors.codecs import Codec
-from fedge.tensors.layout import unflatten
+from fedge.tensors.layout import Codec, unflatten
 from fedge.wire.messages import BlobRef, Context
 from tests.support.simulation import digits
 

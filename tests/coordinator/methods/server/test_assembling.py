@@ -1,4 +1,4 @@
-"""Bundles that the coordinator makes; mixtures of several models are tested with `coordinator.methods.server.learning`."""
+"""Bundles that the coordinator makes; mixtures of several models are in test_learning."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from coordinator.methods.server.assembling import bundle_in_subprocess, files_of
 from export import parity
 from fedge.data import preprocessing
 from fedge.errors import ConfigError
-from fedge.models import network
+from fedge.models import build
 from fedge.tasks import pool, task_spec
 from fedge.wire.messages import Role
 
@@ -21,7 +21,7 @@ TASK = task_spec("digits")
 
 
 def test_the_child_makes_what_this_process_would_make_and_it_predicts_what_the_model_does(tmp_path: Path) -> None:
-    layout, model = network.initial(TASK, 3)
+    layout, model = build.initial(TASK, 3)
     files = bundle_in_subprocess(TASK, layout, model, release=2, method="fedavg")
     none = np.zeros((0, *TASK.input_shape), np.float32)
     own = files_of(mixture_of(TASK, [model], [1.0], None), none, task=TASK, layout=layout, release=2, method="fedavg")
@@ -40,7 +40,7 @@ def test_the_child_makes_what_this_process_would_make_and_it_predicts_what_the_m
 
 
 def test_a_network_that_cannot_be_built_says_why() -> None:
-    layout, model = network.initial(TASK, 3)
+    layout, model = build.initial(TASK, 3)
     strange = msgspec.structs.replace(TASK, model="no_such_package:net")
     with pytest.raises(ConfigError, match=r"no bundle of the network of task digits.*no_such_package"):
         bundle_in_subprocess(strange, layout, model, release=1, method="fedavg")

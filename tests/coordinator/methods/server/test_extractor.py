@@ -47,5 +47,6 @@ def test_samples_that_will_not_do_are_refused(x: np.ndarray, y: np.ndarray, reas
 
 
 def test_the_coordinator_holds_no_torch_for_it() -> None:
-    code = "import sys, coordinator.methods.server.extractor, coordinator.methods.papers.fedepc; sys.exit('torch' in sys.modules)"
+    modules = "coordinator.methods.server.extractor, coordinator.methods.papers.fedepc"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -14,7 +14,7 @@ from coordinator.methods.server.learning import ServerData
 from fedge.data import preprocessing
 from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError
-from fedge.models import network
+from fedge.models import build
 from fedge.steps.sgd import Sgd
 from fedge.tasks import pool, task_spec
 from fedge.tensors.layout import Layout, Model
@@ -36,7 +36,7 @@ def server_data() -> ServerData:
 
 @pytest.fixture(scope="module")
 def first() -> tuple[Layout, Model]:
-    return network.initial(TASK, 0)
+    return build.initial(TASK, 0)
 
 
 @pytest.fixture(scope="module")

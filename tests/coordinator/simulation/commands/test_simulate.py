@@ -26,7 +26,8 @@ def test_help_shows_examples_and_exit_codes(name: str) -> None:
 
 
 def test_help_needs_no_torch() -> None:
-    script = "import sys, coordinator.simulation.commands.simulate; print([m for m in ('torch', 'matplotlib') if m in sys.modules])"
+    command = "coordinator.simulation.commands.simulate"
+    script = f"import sys, {command}; print([m for m in ('torch', 'matplotlib') if m in sys.modules])"
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert ran.stdout == "[]\n"
 

@@ -17,8 +17,9 @@ from fedge.steps.masked.train_masked import TrainedMasked
 from fedge.steps.training.train import Trained
 from fedge.system.files import volatile
 from fedge.tensors import fixed_point
-from fedge.tensors.codecs import Codec, decode
+from fedge.tensors.codecs import decode
 from fedge.tensors.fixed_point import from_bytes, summand, zero
+from fedge.tensors.layout import Codec
 from fedge.wire.messages import Why
 from tests.support.cohort import Cohort
 from tests.support.orders import LAYOUT, device_data, order

@@ -17,7 +17,7 @@ from edge_agent.learning import evaluation, gate, private_model
 from edge_agent.steps.mixture import fit_mixture
 from fedge.bundle.formula import gate_features
 from fedge.bundle.manifest import read
-from fedge.models import network as models
+from fedge.models import build
 from fedge.steps.mixture.fit_mixture import FitMixture
 from fedge.steps.mixture.install import Installed
 from fedge.steps.sgd import Sgd
@@ -274,4 +274,4 @@ def test_models_of_the_layout_only(tmp_path, blobs) -> None:
     own = worker(tmp_path)
     result = own.execute(order(mixture_of(blobs, experts=(Start(model=blobs.file(b"junk")),))), blobs).result
     assert "malformed" in result.reason
-    assert models.initial(TASK, 0)[0] == own.network.layout
+    assert build.initial(TASK, 0)[0] == own.network.layout

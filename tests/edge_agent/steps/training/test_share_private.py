@@ -19,8 +19,7 @@ from fedge.steps.training.train import Start, Train, kept_by
 from fedge.steps.training.train_dbe import TrainDbe
 from fedge.steps.training.train_ditto import TrainDitto
 from fedge.steps.training.train_rod import TrainRod
-from fedge.tensors.codecs import Codec
-from fedge.tensors.layout import BASE, HEAD, from_bytes
+from fedge.tensors.layout import BASE, HEAD, Codec, from_bytes
 from tests.support.orders import LAYOUT, Blobs, D, order, worker
 
 MODULE = {"w": np.array([[3.0, 0.0]], np.float32), "b": np.array([4.0], np.float32), "n": np.array(7, np.int64)}

@@ -17,7 +17,7 @@ from edge_agent.learning import evaluation
 from edge_agent.learning.mixture import PLAIN, calibrated
 from edge_agent.steps.training.train import learn_split
 from fedge.data.task import TaskSpec
-from fedge.models import network as models
+from fedge.models import build
 from fedge.models.training import Network, Trainer, mean_loss
 from fedge.steps.contract import Declined, Failed, Result, body_of
 from fedge.steps.mixture.install import Install, Installed
@@ -29,8 +29,7 @@ from fedge.steps.training.train_rod import TrainRod
 from fedge.system.stopping import StoppedError
 from fedge.tasks import DeviceData
 from fedge.tensors import codecs
-from fedge.tensors.codecs import Codec
-from fedge.tensors.layout import BASE, HEAD, Model, Selector, Tensors, from_bytes, unflatten
+from fedge.tensors.layout import BASE, HEAD, Codec, Model, Selector, Tensors, from_bytes, unflatten
 from fedge.wire.messages import BlobRef, Why
 from tests.support.orders import (
     INITIAL,
@@ -412,7 +411,7 @@ def test_fedrep_without_steps_of_the_base_moves_the_head_alone(tmp_path: Path) -
 def test_what_is_kept_is_none_of_the_networks_own_memory(tmp_path: Path) -> None:
     _, kept = split(tmp_path, personal=HEAD)
     before = {name: tensor.copy() for name, tensor in kept.items()}
-    worker(tmp_path).network.load(models.initial(TASK, 9)[1])
+    worker(tmp_path).network.load(build.initial(TASK, 9)[1])
     for name, tensor in kept.items():
         np.testing.assert_array_equal(tensor, before[name])
 
@@ -430,7 +429,7 @@ def test_a_network_that_does_not_end_in_a_linear_layer_cannot_be_split(tmp_path:
 def test_normalisation_that_stays_is_neither_sent_nor_replaced(tmp_path: Path, model: str) -> None:
     """FedBN's selector: weights and statistics of the device's own, in training and in the bundle."""
     task = TaskSpec(name="t", classes=("a", "b", "c"), input_shape=(6,), model=f"tests.support.networks:{model}")
-    blobs, layout = Blobs(task), models.initial(task, 0)[0]
+    blobs, layout = Blobs(task), build.initial(task, 0)[0]
     norm = ("norm",)
     own = Worker("d", task, device_data(), tmp_path)
     for number in (1, 2):
@@ -489,7 +488,7 @@ def test_training_lowers_the_loss_and_the_update_is_the_change(
     assert result.loss_after < result.loss_before
     assert result.gradient_norm > 0
     assert 0 <= result.val_accuracy <= 1
-    _, start = models.initial(TASK, 1)
+    _, start = build.initial(TASK, 1)
     change = update_of(finished, codec_=update_codec)
     assert result.update.size_bytes == len(finished.blobs[result.update.digest])
     assert 0 < np.abs(change.params).max() < 2
@@ -520,7 +519,7 @@ def test_labels_of_sensitive_and_validation_samples_change_no_uploaded_byte(tmp_
 
 
 def test_the_start_with_the_smallest_validation_loss_is_taken_the_first_on_a_tie(tmp_path: Path, blobs: Blobs) -> None:
-    _, start = models.initial(TASK, 1)
+    _, start = build.initial(TASK, 1)
     change = update_of(done(tmp_path, plain(blobs, codec=Codec.FLOAT32), blobs))
     good = blobs.put(unflatten(Model(start.params + change.params, start.buffers, start.counters), LAYOUT))
     starts = (Start(model=blobs.model(1), cluster=4), Start(model=good, cluster=2), Start(model=good, cluster=7))
@@ -556,7 +555,7 @@ def test_stop_ends_the_work_between_batches_and_nothing_is_kept(tmp_path: Path, 
 
 def test_own_class_means_hold_features_back(tmp_path: Path, blobs: Blobs) -> None:
     """The stronger, the nearer to where the start has them; gently, the update is nearly the one without."""
-    own, start = worker(tmp_path), models.initial(TASK, 1)[1]
+    own, start = worker(tmp_path), build.initial(TASK, 1)[1]
     x, y = own.data.shared
     network = Network(TASK)
     before = network.features(start, x)

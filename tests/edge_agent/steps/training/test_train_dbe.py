@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from edge_agent.steps.training import train_dbe
 from fedge.errors import ProtocolError
+from fedge.models import build
 from fedge.models import network as models
 from fedge.models.training import Network, Trainer, batches
 from fedge.steps.sgd import Sgd
@@ -73,7 +74,7 @@ def test_the_gradient_flows_through_the_batchs_mean() -> None:
 
 
 def test_offset_and_model_learn_by_steps_of_torch_sgd() -> None:
-    module = models.build(TASK)
+    module = build.build(TASK)
     models.load(module, INITIAL, LAYOUT)
     offset = torch.tensor(P).requires_grad_()
     optimiser = torch.optim.SGD([*module.parameters(), offset], **TORCH)

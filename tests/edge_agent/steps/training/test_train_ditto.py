@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from edge_agent.steps.training import train_ditto
-from fedge.models import network as models
+from fedge.models import build
 from fedge.models.training import Network, Trainer
 from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Start
@@ -17,7 +17,7 @@ from tests.support.orders import INITIAL, LAYOUT, TASK, Blobs, device, mixed_dat
 
 SGD = Sgd(steps=6, batch_size=8)
 DATA = mixed_data(samples(20, 1), samples(12, 2))
-OTHER = models.initial(TASK, 4)[1]
+OTHER = build.initial(TASK, 4)[1]
 
 
 def learn(w: Model, mine: Tensors | None, proximal_lambda: float, sgd: Sgd = SGD, seed: int = 3) -> tuple[Model, Model]:
@@ -38,7 +38,7 @@ def test_with_lambda_0_the_personal_model_trains_alone_over_the_rounds() -> None
     """Whatever the global model does."""
     v, expected = None, INITIAL
     for number in range(3):
-        w = INITIAL if number == 0 else models.initial(TASK, number)[1]
+        w = INITIAL if number == 0 else build.initial(TASK, number)[1]
         _, personal = learn(w, v, 0.0, seed=10 * number)
         expected = Model(trained(expected, DATA.training, 10 * number, 1), INITIAL.buffers, INITIAL.counters)
         v = unflatten(personal, LAYOUT)

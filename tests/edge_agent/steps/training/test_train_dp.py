@@ -25,8 +25,7 @@ from fedge.steps.training.train import Start, Train
 from fedge.steps.training.train_dp import Privacy, TrainDp, TrainedDp
 from fedge.tasks import DeviceData
 from fedge.tensors import codecs
-from fedge.tensors.codecs import Codec
-from fedge.tensors.layout import BASE, HEAD, Selector
+from fedge.tensors.layout import BASE, HEAD, Codec, Selector
 from fedge.wire.messages import Why
 from tests.support.orders import LAYOUT, TASK, Blobs, device_data, order
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from edge_agent.steps.training import train_rod
+from fedge.models import build
 from fedge.models import network as models
 from fedge.models.training import Network, Trainer, batches
 from fedge.steps.sgd import Sgd
@@ -62,7 +63,7 @@ def test_the_shared_model_learns_the_balanced_loss_and_ignores_the_second_head()
     )
     trainer.run(SGD.steps)
     expected = network.dump().params
-    for mine in (None, part_of(models.initial(TASK, 5)[1], HEAD)):
+    for mine in (None, part_of(build.initial(TASK, 5)[1], HEAD)):
         shared, _ = learn(mine)
         np.testing.assert_array_equal(shared.params, expected)
     shared, _ = learn(None, mixed_data(DATA.shared, samples(30, 9)))
@@ -70,7 +71,7 @@ def test_the_shared_model_learns_the_balanced_loss_and_ignores_the_second_head()
 
 
 def test_the_second_head_learns_what_is_left_by_steps_of_torch_sgd() -> None:
-    mine = part_of(models.initial(TASK, 5)[1], HEAD)
+    mine = part_of(build.initial(TASK, 5)[1], HEAD)
     network = Network(TASK)
     network.load(INITIAL)
     counts = torch.bincount(torch.from_numpy(DATA.shared[1]), minlength=3)
@@ -109,7 +110,7 @@ def test_a_class_that_the_device_lacks_does_no_harm() -> None:
 
 @given(st.integers(0, 2**16))
 def test_the_folded_head_predicts_the_sum_of_both(seed: int) -> None:
-    mine = part_of(models.initial(TASK, seed)[1], HEAD)
+    mine = part_of(build.initial(TASK, seed)[1], HEAD)
     network, x = Network(TASK), samples(9, seed)[0]
     ours = network.logits(INITIAL, x)
     own = network.features(INITIAL, x) @ mine[WEIGHT].T + mine[BIAS]
@@ -117,7 +118,7 @@ def test_the_folded_head_predicts_the_sum_of_both(seed: int) -> None:
 
 
 def test_folding_changes_the_head_alone_and_its_inputs_not_at_all() -> None:
-    mine = part_of(models.initial(TASK, 5)[1], HEAD)
+    mine = part_of(build.initial(TASK, 5)[1], HEAD)
     before = Blobs().put(unflatten(INITIAL, LAYOUT) | {}), {name: t.copy() for name, t in mine.items()}
     folded = train_rod.overlay(INITIAL, mine, LAYOUT)
     base, same = part_of(folded, BASE), part_of(INITIAL, BASE)

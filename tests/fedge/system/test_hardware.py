@@ -1,6 +1,6 @@
 from types import SimpleNamespace
 
-from fedge.system.sensors import temperature_c
+from fedge.system.hardware import temperature_c
 
 
 def test_the_hottest_sensor_counts(sensors):

@@ -8,17 +8,8 @@ import pytest
 from cryptography import x509
 
 from fedge.errors import ConfigError, ProtocolError
-from fedge.identity.names import (
-    CRL,
-    MAX_REVOCATIONS_FILE_BYTES,
-    Authority,
-    Key,
-    Role,
-    Subject,
-    subject_of,
-    trouble_with,
-    verify,
-)
+from fedge.identity.authority import MAX_REVOCATIONS_FILE_BYTES, Authority, Key, trouble_with, verify
+from fedge.identity.names import CRL, Role, Subject, subject_of
 from tests.support import identities
 from tests.support.identities import DAY, now
 

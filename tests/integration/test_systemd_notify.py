@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from fedge.commands.broker import LocalBroker
-from fedge.system.notify import ready
+from fedge.system.systemd import ready
 
 pytestmark = pytest.mark.process
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 STUCK = """
 import asyncio, time
-from fedge.system.notify import ready
+from fedge.system.systemd import ready
 
 async def main():
     ready()

@@ -1,0 +1,267 @@
+"""The authority of a federation, and signatures with the keys that it vouches for.
+
+A signature covers a context and the bytes, so a signature for one kind of message is invalid for any other. The
+authority's own list (CRL) says who is revoked, wherever it comes from; a list older than the known one, by its CRL
+number, is refused.
+
+`cryptography` is imported where needed and costs about 11 MB of memory (docs/protocol.md).
+"""
+
+from __future__ import annotations
+
+import logging
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from fedge.errors import ConfigError, ProtocolError, failing_as
+from fedge.system.files import write_atomically
+
+if TYPE_CHECKING:
+    from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
+from fedge.identity.names import CRL, Subject, subject_of
+
+log = logging.getLogger("fedge.identity")
+
+
+MAX_KNOWN: Final = 20_000
+"""Certificates whose issuer was checked and is not checked again."""
+
+
+MAX_REVOCATIONS_BYTES: Final = 120 * 1024
+"""Of a list of revoked certificates on the wire, in one message: some 3,000 entries."""
+
+
+MAX_REVOCATIONS_FILE_BYTES: Final = 16 << 20
+"""Of such a list in a file: some 300,000 entries."""
+
+
+class Key:
+    """Our own certificate and its private key."""
+
+    def __init__(self, cert_file: str | Path, key_file: str | Path | None) -> None:
+        """Read both files.
+
+        Raises:
+            ConfigError: they cannot be read, or cannot sign messages.
+        """
+        from cryptography.hazmat.primitives.serialization import Encoding
+
+        from fedge.identity.certificates import load_certificate, load_key
+
+        self.certificate = load_certificate(Path(cert_file))
+        self._key = load_key(Path(key_file or cert_file))
+        subject = subject_of(self.certificate)
+        if subject is None:
+            raise ConfigError(f"cert_file {cert_file} names nobody of a federation: have it made anew")
+        self.subject = subject
+        self.der = self.certificate.public_bytes(Encoding.DER)
+
+    @property
+    def public(self) -> EllipticCurvePublicKey:
+        """What others check our signatures with."""
+        return self._key.public_key()
+
+    def sign(self, context: str, data: bytes) -> bytes:
+        """Our signature (ECDSA with SHA-256, in DER) of these bytes in this context."""
+        from cryptography.hazmat.primitives.asymmetric.ec import ECDSA
+        from cryptography.hazmat.primitives.hashes import SHA256
+
+        return self._key.sign(_signed_bytes(context, data), ECDSA(SHA256()))
+
+
+def _signed_bytes(context: str, data: bytes) -> bytes:
+    return f"fedge signed {context}\n".encode() + data
+
+
+def verify(key: EllipticCurvePublicKey, context: str, data: bytes, signature: bytes) -> None:
+    """Check that a key signed these bytes in this context.
+
+    Raises:
+        ProtocolError: `forged`.
+    """
+    from cryptography.exceptions import InvalidSignature
+    from cryptography.hazmat.primitives.asymmetric.ec import ECDSA
+    from cryptography.hazmat.primitives.hashes import SHA256
+
+    try:
+        key.verify(signature, _signed_bytes(context, data), ECDSA(SHA256()))
+    except InvalidSignature:
+        raise ProtocolError(
+            "forged", "its signature is not by the key of its certificate, or of something else"
+        ) from None
+
+
+class Authority:
+    """A federation's authority and its revocations.
+
+    Args:
+        ca_file: its certificate; several during a changeover.
+        kept: where the newest revocation list is stored, if any yet; None: nowhere. A list beside ca_file counts, too.
+            If a stored one is damaged and there is no other, nobody is believed until one comes.
+
+    Raises:
+        ConfigError: one of the files cannot be used.
+    """
+
+    def __init__(self, ca_file: str | Path, kept: Path | None = None) -> None:
+        from cryptography import x509
+
+        self._file = ca_file
+        with failing_as(ConfigError, f"ca_file {ca_file} holds no certificates", on=(OSError, ValueError)):
+            self._certificates = x509.load_pem_x509_certificates(Path(ca_file).read_bytes())
+        self._known: dict[bytes, tuple[Subject, x509.Certificate, EllipticCurvePublicKey]] = {}
+        self._revoked: frozenset[int] = frozenset()
+        self._number = -1
+        self._kept: Path | None = None
+        self.revocations = b""
+        """The newest list of revoked certificates (DER); empty: none is known."""
+        beside = Path(ca_file).with_name(CRL)
+        if beside.exists():
+            self.read(beside)
+        self._lost = "" if kept is None else self._read_kept(kept)
+        self._kept = kept
+
+    # ------------------------------------------------------------------------------------------------- revocation
+
+    def read(self, file: Path) -> bool:
+        """Read the revocation list in a file unless a newer one is known; False: nothing new.
+
+        Raises:
+            ConfigError: it cannot be read, or is not by this authority.
+            StoreError: it cannot be stored.
+        """
+        try:
+            with file.open("rb") as opened:
+                data = opened.read(MAX_REVOCATIONS_FILE_BYTES + 1)
+            return self.learn(data, max_bytes=MAX_REVOCATIONS_FILE_BYTES)
+        except (OSError, ProtocolError) as error:
+            if isinstance(error, ProtocolError) and error.name == "replayed":
+                return False
+            raise ConfigError(f"{file} is not a list of certificates that {self._file} revoked: {error}") from error
+
+    def _read_kept(self, file: Path) -> str:
+        """Read the stored list; returns why nobody can be believed, or "". A damaged one stays until another comes."""
+        try:
+            if file.exists():
+                self.read(file)
+        except ConfigError as error:
+            log.error("event=revocations_unreadable reason=%r", str(error))  # noqa: TRY400 - the text is all
+            return "" if self.revocations else str(error)
+        return ""
+
+    def learn(self, data: bytes, *, max_bytes: int = MAX_REVOCATIONS_BYTES) -> bool:
+        """Accept a revocation list (PEM or DER); False: it is the known one.
+
+        `max_bytes`: the default is for lists from the wire.
+
+        Raises:
+            ProtocolError: `oversized`, `malformed`, `forged` (not by this authority) or `replayed` (a newer one is
+                known); nothing changed.
+            StoreError: it cannot be stored, but takes effect.
+        """
+        from cryptography import x509
+        from cryptography.exceptions import UnsupportedAlgorithm
+        from cryptography.hazmat.primitives.serialization import Encoding
+
+        if len(data) > max_bytes:
+            raise ProtocolError(
+                "oversized", f"a list of revoked certificates of {len(data)} bytes, at most {max_bytes} allowed"
+            )
+        try:
+            load = x509.load_pem_x509_crl if data.startswith(b"-----") else x509.load_der_x509_crl
+            crl = load(data)
+            number = crl.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number
+            revoked = frozenset(entry.serial_number for entry in crl)
+            genuine = any(crl.is_signature_valid(ca.public_key()) for ca in self._certificates)  # type: ignore[arg-type]
+        except (ValueError, TypeError, x509.ExtensionNotFound, x509.InvalidVersion, UnsupportedAlgorithm) as error:
+            raise ProtocolError("malformed", f"no list of revoked certificates: {error}") from error
+        if not genuine:
+            raise ProtocolError("forged", "the list of revoked certificates is not by our authority")
+        if number < self._number:
+            raise ProtocolError("replayed", f"the list of revoked certificates {number} is older than {self._number}")
+        self._lost = ""
+        der = crl.public_bytes(Encoding.DER)
+        if der == self.revocations:
+            return False
+        self.revocations, self._revoked, self._number = der, revoked, number
+        if self._kept is not None:
+            write_atomically(self._kept, crl.public_bytes(Encoding.PEM))
+        return True
+
+    # ------------------------------------------------------------------------------------------------- certificates
+
+    def who(self, der: bytes) -> tuple[Subject, EllipticCurvePublicKey]:
+        """The owner of a certificate, and its public key.
+
+        Raises:
+            ProtocolError: `certificate` (not by this authority, out of date, or without a name), `revoked`, or
+                `unknown-revocations` (the stored list of these is damaged).
+        """
+        from cryptography import x509
+        from cryptography.exceptions import UnsupportedAlgorithm
+
+        if self._lost:
+            raise ProtocolError("unknown-revocations", f"nobody is believed until such a list comes: {self._lost}")
+
+        if der not in self._known:
+            try:
+                certificate = x509.load_der_x509_certificate(der)
+            except (ValueError, x509.InvalidVersion, UnsupportedAlgorithm) as error:
+                raise ProtocolError("certificate", f"it cannot be read: {error}") from error
+            if trouble := self._foreign(certificate):
+                raise ProtocolError("certificate", trouble)
+            if len(self._known) >= MAX_KNOWN:
+                self._known.clear()
+            self._known[der] = _identified(certificate)
+        subject, certificate, key = self._known[der]
+        if trouble := out_of_date(certificate):
+            raise ProtocolError("certificate", f"that of {subject} {trouble}")
+        if certificate.serial_number in self._revoked:
+            raise ProtocolError("revoked", f"the certificate of {subject} ({certificate.serial_number:x})")
+        return subject, key
+
+    def trouble(self, certificate: x509.Certificate) -> str:
+        """Why nobody who trusts this authority accepts a certificate now; empty: it is valid."""
+        if foreign := self._foreign(certificate):
+            return foreign
+        if certificate.serial_number in self._revoked:
+            return "it was revoked"
+        return out_of_date(certificate)
+
+    def _foreign(self, certificate: x509.Certificate) -> str:
+        from fedge.identity.certificates import is_issued_by
+
+        ours = any(is_issued_by(certificate, ca) for ca in self._certificates)
+        return "" if ours else f"it was not issued by the authority in {self._file}"
+
+
+def trouble_with(cert_file: str, ca_file: str) -> str:
+    """What is wrong with our own certificate of any kind, in words; empty: nothing visible from here."""
+    from fedge.identity.certificates import load_certificate
+
+    try:
+        found = Authority(ca_file).trouble(load_certificate(Path(cert_file)))
+    except ConfigError as error:
+        found = str(error)
+    return found and f"cert_file {cert_file}: {found}"
+
+
+def _identified(certificate: x509.Certificate) -> tuple[Subject, x509.Certificate, EllipticCurvePublicKey]:
+    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
+
+    subject, key = subject_of(certificate), certificate.public_key()
+    if subject is None or not isinstance(key, EllipticCurvePublicKey):
+        raise ProtocolError("certificate", "it names nobody of a federation with an EC key")
+    return subject, certificate, key
+
+
+def out_of_date(certificate: x509.Certificate) -> str:
+    """Why a certificate is not valid now; empty: it is."""
+    now = datetime.now(UTC)
+    first, last = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+    if first <= now <= last:
+        return ""
+    said = f"expired on {last:%Y-%m-%d %H:%M}" if now > last else f"is not valid before {first:%Y-%m-%d %H:%M}"
+    return f"{said} UTC, and the clock here shows {now:%Y-%m-%d %H:%M} UTC"

@@ -1,0 +1,168 @@
+"""Import paths of version 0.1: each leads to the module's new place, with a warning, until version 0.3.
+
+`fedge` installs `Finder` when it is imported; a room that was a module itself hands out that module's names with
+`names_of`. `python -m fedge.cli`, which units of systemd on devices have, works in the same way.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec
+from types import CodeType, ModuleType
+from typing import Any, Final, cast
+
+ROOMS: Final = {
+    "coordinator.aggregation": "protection",
+    "coordinator.fleet.mqtt": "fleet.checking fleet.orders fleet.pace fleet.sole fleet.uploads roles",
+    "coordinator.fleet.simulated": "fleet.clock fleet.devices fleet.on_ray ray",
+    "coordinator.methods": "options promises",
+    "coordinator.methods.baselines": (
+        "methods.dbe methods.ditto methods.fedavg methods.fedavgm methods.fedbuff methods.fedper "
+        "methods.fedprox methods.fedrep methods.fedrod methods.lg_fedavg methods.local "
+        "methods.personal_layers"
+    ),
+    "coordinator.methods.papers": (
+        "methods.cfic methods.fedcoe methods.fedepc methods.fedge methods.pm_moe methods.scmoe_pfl"
+    ),
+    "coordinator.methods.parts": (
+        "methods.asynchronous methods.averaging methods.cohort methods.grouping methods.server_optimizer "
+        "methods.unresponsive"
+    ),
+    "coordinator.methods.server": "assembling extractor extractor_training server_data:learning",
+    "coordinator": "ui:page",
+    "coordinator.page": "ui.certificates ui.home_assistant ui.metrics watch_cli:cli",
+    "coordinator.provision": "members",
+    "coordinator.service": "backup_cli:backup checks cli probes proof samples",
+    "coordinator.simulation": "rehearsal",
+    "coordinator.simulation.commands": (
+        "checks_cli:check simulation.cli:simulate simulation.report_cli:report simulation.sample_cli:sample "
+        "simulation.tune_cli:tune"
+    ),
+    "coordinator.simulation.reports": "simulation.outcome simulation.plots simulation.report",
+    "coordinator.store": "blobs control:requests database registry",
+    "coordinator.watch": "runs tracking",
+    "deploy.commands": "cli:infer install_cli:install serve_cli:serve",
+    "deploy.inference": "engines runtime sessions",
+    "deploy.serving": "batching metrics protocol sensor server statistics",
+    "deploy.updates": "answering examination link quality slots trust",
+    "edge_agent.agent": "cli context enrol_cli:enrol outbox session settings uptime workplace",
+    "edge_agent.device": "encoding room worker",
+    "edge_agent.learning": "batched candidates class_means evaluation gate mixture private_model sparsity:profile",
+    "edge_agent.privacy": "masking privacy_ledger:dp_ledger",
+    "edge_agent.steps.descriptions": "steps.describe_labels steps.mean_features steps.profile steps.route steps.trial",
+    "edge_agent.steps.masked": "steps.confirm_sum steps.mask_keys steps.mask_shares steps.train_masked steps.unmask",
+    "edge_agent.steps.mixture": (
+        "steps.fit_candidates steps.fit_energy steps.fit_gate steps.fit_mixture steps.fit_pool "
+        "steps.fit_weights steps.install steps.install_bundle"
+    ),
+    "edge_agent.steps.training": (
+        "steps.share_private steps.train steps.train_dbe steps.train_ditto steps.train_dp steps.train_rod"
+    ),
+    "fedge": "config:settings",
+    "fedge.bundle": "calibration energies fusion:formula onnx_wire:graph_reader ort:runtime",
+    "fedge.commands": "broker cli doctor egress_cli:egress new",
+    "fedge.data": "images labels npz preprocess:preprocessing scaling table:tables task validation",
+    "fedge.identity": "certificates tls",
+    "fedge.membership": "credentials kit mosquitto:broker_configuration renewal sealed:signed_messages",
+    "fedge.models": "weights",
+    "fedge.privacy": "egress ledger masking:masked_sums shamir:shares",
+    "fedge.steps": "divergence sgd step:contract",
+    "fedge.steps.descriptions": "steps.describe_labels steps.mean_features steps.profile steps.route steps.trial",
+    "fedge.steps.masked": "steps.confirm_sum steps.mask_keys steps.mask_shares steps.train_masked steps.unmask",
+    "fedge.steps.mixture": (
+        "steps.fit_candidates steps.fit_energy steps.fit_gate steps.fit_mixture steps.fit_pool "
+        "steps.fit_weights steps.install steps.install_bundle"
+    ),
+    "fedge.steps.training": (
+        "steps.share_private steps.train steps.train_dbe steps.train_ditto steps.train_dp steps.train_rod"
+    ),
+    "fedge.system": (
+        "background child files loading logs malloc notify:systemd processor:hardware "
+        "sensors:hardware service:systemd stopping tether text"
+    ),
+    "fedge.tensors": "codec:codecs fixed_point",
+    "fedge.wire": "messages openmetrics port mqtt_client:paho reasons retained rollout route topics transfer transport",
+}
+"""New room -> the modules that it took in from its package; `old:new` where the name changed, too."""
+
+
+def _places() -> Iterator[tuple[str, str]]:
+    for room, modules in ROOMS.items():
+        package = room.split(".")[0]
+        for module in modules.split():
+            old, _, new = module.partition(":")
+            yield f"{package}.{old}", f"{room}.{new or old.rpartition('.')[2]}"
+
+
+NEW: Final = dict(_places())
+"""Old name of a module -> its new one."""
+
+
+def _warn(old: str, new: str, stacklevel: int) -> None:
+    text = f"{old} is {new} now: import it from there; the old name goes with version 0.3"
+    warnings.warn(text, FutureWarning, stacklevel=stacklevel + 1)
+
+
+class Finder:
+    """Finds the modules of version 0.1 by their old names (a MetaPathFinder; importing that class takes 10 ms)."""
+
+    def find_spec(self, fullname: str, path: object, target: object = None) -> ModuleSpec | None:  # noqa: ARG002
+        """Where an old name leads; None: it is none."""
+        return ModuleSpec(fullname, cast(Any, _Alias(NEW[fullname]))) if fullname in NEW else None
+
+
+class _Alias:
+    """Loads a module by the name that it has now."""
+
+    def __init__(self, new: str) -> None:
+        self._new = new
+        self._spec: ModuleSpec | None = None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """The module itself: both names give the same classes."""
+        _warn(spec.name, self._new, stacklevel=2)
+        module = importlib.import_module(self._new)
+        self._spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Leave it as it is: importing by the old name has put that name into it."""
+        module.__spec__ = self._spec
+
+    def get_code(self, fullname: str) -> CodeType:
+        """For `python -m` with the old name of a command."""
+        return compile(f"import sys\nfrom {self._new} import main\nsys.exit(main())\n", fullname, "exec")
+
+
+def install() -> None:
+    """Let old names be imported in this process."""
+    if not any(isinstance(finder, Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, cast(Any, Finder()))
+
+
+def names_of(room: str, *modules: str, warns: bool = True) -> Callable[[str], Any]:
+    """A room's `__getattr__`, where the room has the name of a module that is within it now.
+
+    Args:
+        room: name of the room, such as "fedge.bundle".
+        modules: names of the modules in it that have its names now, such as "manifest".
+        warns: whether a name goes with version 0.3; otherwise it is the room's for good.
+    """
+
+    def find(name: str) -> Any:
+        from importlib.util import find_spec
+
+        if name.startswith("__") or find_spec(f"{room}.{name}") is not None:  # the latter is imported next
+            raise AttributeError(f"module {room!r} has no attribute {name!r}")
+        for place in modules:
+            module = importlib.import_module(place if "." in place else f"{room}.{place}")
+            if hasattr(module, name):
+                if warns:
+                    _warn(f"{room}.{name}", f"{module.__name__}.{name}", stacklevel=2)
+                return getattr(module, name)
+        raise AttributeError(f"module {room!r} has no attribute {name!r}")
+
+    return find

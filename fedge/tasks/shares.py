@@ -1,0 +1,243 @@
+"""A device's share of a data set, how shares are made, and the split of each into training, validation and test."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+import numpy as np
+from msgspec import Meta, Struct
+from numpy.typing import NDArray
+
+from fedge.data import preprocessing
+from fedge.data.task import TEST, TRAIN, VALIDATION, TaskSpec
+from fedge.errors import ConfigError
+from fedge.models.weights import Adapt, ModelName, Weights
+from fedge.settings import CODE, AtLeastOne
+from fedge.system.text import Heading
+from fedge.tasks.data import DeviceData
+from fedge.tasks.partitioners import FEWEST, MIN_SAMPLES, Ints, Sizes, Units, units_of
+from fedge.tasks.pool import Pool
+from fedge.tasks.sampling import n_validation, spread
+
+TEST_SHARE: Final = 0.25  # scmoe_pfl.md section 3
+
+
+How = Literal["dirichlet", "groups", "shards", "natural", "iid", "generated"]
+
+
+Groups = Literal["rotation", "labels", "codes"]
+"""How planted groups differ."""
+
+
+Marks = Literal["samples", "classes"]
+"""The whole of which `sensitive` is a share."""
+
+
+class Partitioning(Struct, frozen=True, kw_only=True):
+    """Samples, and their partition over devices."""
+
+    task: Annotated[
+        str,
+        CODE,
+        Heading.TASK,
+        "The task is digits, mnist, fashion-mnist, uci-har, spoken-digits, image-folder, arrays, a table's schema "
+        "(.toml) or package.module:Class.",
+    ] = "digits"
+    data: Annotated[Path | None, Heading.TASK, "This folder or file holds the samples; digits need none."] = None
+    model: ModelName = None
+    weights: Weights = None
+    adapt: Adapt = None
+    devices: Annotated[
+        AtLeastOne | None,
+        Heading.DEVICES,
+        "There are this many devices; by default 20, or with natural as many as there are people.",
+    ] = None
+    partition: Rule = "dirichlet"
+    alpha: Annotated[
+        float, Meta(gt=0), Heading.PARTITION, "This is Dirichlet's parameter of the label skew; smaller is stronger."
+    ] = 1.0
+    groups: Annotated[
+        Groups,
+        Heading.PARTITION,
+        "Groups have cameras turned by 90 degrees each (rotation), classes of their own (labels), or codes. With "
+        "codes, each device of the first group names the classes in an order of its own.",
+    ] = "rotation"
+    n_groups: NGroups = 4
+    shards: Annotated[int, Meta(ge=1), Heading.PARTITION, "Each device gets this many shards of sorted labels."] = 2
+    iid_share: Annotated[
+        float,
+        Meta(ge=0, le=1),
+        Heading.PARTITION,
+        "This share of the samples is spread evenly before, for shards and dirichlet.",
+    ] = 0.0
+    sizes: Annotated[
+        Sizes, Heading.PARTITION, "The quantities of samples have this skew, for dirichlet, groups and iid."
+    ] = "equal"
+    size_spread: Annotated[
+        float, Meta(ge=0, le=5), Heading.PARTITION, "This is the sigma of log-normal, or the exponent of power-law."
+    ] = 1.0
+    min_samples: Annotated[
+        int,
+        Meta(ge=FEWEST),
+        Heading.PARTITION,
+        "Each device has at least this many samples; to reach it, the partition is redrawn, then samples are moved.",
+    ] = MIN_SAMPLES
+    samples: Annotated[AtLeastOne | None, Heading.PARTITION, "This many samples are used; by default all are."] = None
+    sensitive: Sensitive = 0.0
+    marks: Annotated[
+        Marks,
+        Heading.PARTITION,
+        "As many samples of each class are sensitive, or with classes all samples of so many of a device's classes.",
+    ] = "samples"
+
+
+_ONLY_FOR: Final = {
+    "alpha": ("dirichlet", "groups", "generated"),
+    "groups": ("groups",),
+    "n_groups": ("groups", "generated"),
+    "shards": ("shards",),
+    "iid_share": ("shards", "dirichlet"),
+}
+"""Settings that have an effect only with some partitions."""
+
+
+def check_partitioning(given: Partitioning) -> None:
+    """Refuse settings without effect, which would mislead.
+
+    Raises:
+        ConfigError: a setting has no effect with this partition or task; the text says which.
+    """
+    defaults = type(given)()
+    for name, partitions in _ONLY_FOR.items():
+        if given.partition not in partitions and getattr(given, name) != getattr(defaults, name):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} changes nothing with --partition {given.partition}: it is for "
+                f"{' and '.join(partitions)}"
+            )
+    asked = (given.partition, given.n_groups) != (defaults.partition, defaults.n_groups)
+    if asked and given.partition == "groups" and given.n_groups > (given.devices or given.n_groups):
+        raise ConfigError(f"{given.devices} devices cannot be in {given.n_groups} groups: use --n-groups")
+    if given.sizes == "equal" and given.size_spread != defaults.size_spread:
+        raise ConfigError("--size-spread changes nothing with equal sizes: it is for --sizes log-normal and power-law")
+    if given.marks != defaults.marks and not given.sensitive:
+        raise ConfigError("--marks changes nothing without --sensitive, the share that is marked")
+    if given.task == "digits" and given.data is not None:
+        raise ConfigError("the digits come with fedge: leave out --data, or name another --task")
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One simulated device's raw samples (n, ...), labels (n,), marks and group."""
+
+    x_train: NDArray[Any]
+    y_train: NDArray[np.int64]
+    sensitive: NDArray[np.bool_]
+    x_val: NDArray[Any]
+    y_val: NDArray[np.int64]
+    sensitive_val: NDArray[np.bool_]
+    x_test: NDArray[Any]
+    y_test: NDArray[np.int64]
+    group: int
+
+
+def share_data(task: TaskSpec, share: Share) -> DeviceData:
+    """A share as its device's worker sees it, without writing a file."""
+    return DeviceData(
+        x_train=preprocessing.apply(task, share.x_train),
+        y_train=share.y_train,
+        sensitive=share.sensitive,
+        x_val=preprocessing.apply(task, share.x_val),
+        y_val=share.y_val,
+        sensitive_val=share.sensitive_val,
+    )
+
+
+def write_share(share: Share, path: Path) -> None:
+    """Write a share as a real device's data, an .npz file."""
+    x = np.concatenate([share.x_train, share.x_val, share.x_test])
+    y = np.concatenate([share.y_train, share.y_val, share.y_test])
+    parts = (TRAIN, VALIDATION, TEST)
+    split = np.repeat(np.array(parts), [len(share.y_train), len(share.y_val), len(share.y_test)])
+    marks = np.concatenate([share.sensitive, share.sensitive_val, np.zeros(len(share.y_test), np.bool_)])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    np.savez(path, x=x, y=y, split=split, sensitive=marks)
+
+
+def made_of(own: Pool, group: int, turns: int, how: Partitioning, rng: np.random.Generator) -> Share:
+    """The samples of one device, in three parts; blocks stay whole. `turns`: of its camera, by 90 degrees."""
+    units = units_of(own.y, own.block)
+    is_test = mark(units, round(TEST_SHARE * len(units.y)), rng)
+    test, rest = own.take(np.flatnonzero(is_test)), own.take(np.flatnonzero(~is_test))
+    units = units_of(rest.y, rest.block)
+    is_val = mark(units, n_validation(len(units.y)), rng)
+    validation, train = rest.take(np.flatnonzero(is_val)), rest.take(np.flatnonzero(~is_val))
+    marked = _sensitive(train.y, how, rng)
+    x_train, x_val, x_test = (turn(own, part.x, turns) for part in (train, validation, test))
+    return Share(
+        x_train=x_train,
+        y_train=train.y,
+        sensitive=marked,
+        x_val=x_val,
+        y_val=validation.y,
+        sensitive_val=(
+            _sensitive(validation.y, how, rng.spawn(1)[0])  # a stream of its own: all else stays as it was
+            if how.marks == "samples"
+            else np.isin(validation.y, train.y[marked])
+        ),
+        x_test=x_test,
+        y_test=test.y,
+        group=group,
+    )
+
+
+def _sensitive(y: Ints, how: Partitioning, rng: np.random.Generator) -> NDArray[np.bool_]:
+    """Training samples (n,) of so many, evenly over the classes, or all of so many classes, drawn by lot."""
+    if how.marks == "samples":
+        return mark(units_of(y, None), round(how.sensitive * len(y)), rng)
+    classes = rng.permutation(np.unique(y))
+    return np.isin(y, classes[: round(how.sensitive * len(classes))])
+
+
+def renamed(share: Share, code: Ints) -> Share:
+    """The device calls class c code[c], (C,), in all of its parts."""
+    return dataclasses.replace(share, y_train=code[share.y_train], y_val=code[share.y_val], y_test=code[share.y_test])
+
+
+def mark(units: Units, n_marked: int, rng: np.random.Generator) -> NDArray[np.bool_]:
+    """Samples (n,) of so many units, drawn evenly over the classes."""
+    marks = np.zeros(len(units.y), dtype=np.bool_)
+    marks[spread(units.y, n_marked, rng)] = True
+    return marks[units.of_sample]
+
+
+def turn(pool: Pool, x: NDArray[Any], quarters: int) -> NDArray[Any]:
+    """Turn images by 90 degrees, counter-clockwise, so many times."""
+    if quarters == 0:
+        return x
+    channels_first = x.ndim == 4 and x.shape[1:] == pool.spec.input_shape
+    height, width = (2, 3) if channels_first else (1, 2)
+    if x.ndim not in (3, 4) or len(pool.spec.input_shape) != 3 or x.shape[height] != x.shape[width]:
+        raise ConfigError(
+            f"samples of shape {x.shape[1:]} are not square images: groups cannot turn them; use dirichlet"
+        )
+    return np.ascontiguousarray(np.rot90(x, quarters, axes=(height, width)))
+
+
+Rule = Annotated[
+    How,
+    Heading.PARTITION,
+    "A partition by dirichlet has label skew, by groups planted groups, by shards few classes each, by natural a "
+    "person each, by iid no skew. With generated there are as many devices as you like, each with samples turned, "
+    "shifted and noised by its number.",
+]
+
+
+NGroups = Annotated[int, Meta(ge=1), Heading.PARTITION, "There are this many planted groups."]
+
+
+Sensitive = Annotated[
+    float, Meta(ge=0, le=1), Heading.PARTITION, "No upload may learn from this share of the training samples."
+]
