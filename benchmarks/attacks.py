@@ -51,7 +51,8 @@ from script import finish, markdown, parser_of, several
 
 from coordinator.aggregation import rules
 from coordinator.aggregation.protection import Rule
-from coordinator.methods.method import Server, make
+from coordinator.methods.catalogue import make
+from coordinator.methods.method import Server
 from coordinator.simulation.evaluation import Evaluation
 from coordinator.simulation.federation import Federation, gather, partition_samples
 from coordinator.simulation.rounds import run as run_rounds

@@ -29,7 +29,7 @@ from script import markdown, parser_of, plot, say
 from torch import nn
 
 from coordinator.methods.baselines.fedavg import FedAvgState
-from coordinator.methods.method import make
+from coordinator.methods.catalogue import make
 from coordinator.simulation.federation import gather, partition_samples
 from coordinator.simulation.rounds import run as run_rounds
 from coordinator.simulation.settings import Scenario

@@ -56,8 +56,9 @@ import numpy as np
 from script import finish, parser_of, progress_of, several
 
 from coordinator.aggregation.pooled import ETA_0, wants_split
-from coordinator.methods.method import NO_DATA, MethodSettings, Server
+from coordinator.methods.method import NO_DATA, Server
 from coordinator.methods.papers.fedge import Fedge, FedgeState, Pool
+from coordinator.methods.settings import MethodSettings
 from coordinator.simulation import federation
 from coordinator.simulation.compare import compare, compare_runs
 from coordinator.simulation.reports.comparison import Comparison

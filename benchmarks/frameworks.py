@@ -43,7 +43,8 @@ from plain import NETWORKS, Plan, Samples, client_update
 from script import finish, machine, parser_of, peak_mb, say, several
 
 from coordinator.fleet.simulated.fleet import SimulatedFleet
-from coordinator.methods.method import MethodSettings, make
+from coordinator.methods.catalogue import make
+from coordinator.methods.settings import MethodSettings
 from coordinator.simulation.rounds import run
 from edge_agent.device.worker import Worker
 from fedge.models import build

@@ -22,7 +22,8 @@ from typing import Any, Final
 from script import finish, parser_of, show
 
 from coordinator.fleet.simulated.fleet import SimulatedFleet
-from coordinator.methods.method import Server, make
+from coordinator.methods.catalogue import make
+from coordinator.methods.method import Server
 from coordinator.simulation.federation import partition_samples
 from coordinator.simulation.rounds import run
 from coordinator.simulation.settings import Scenario

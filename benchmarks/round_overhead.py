@@ -53,7 +53,7 @@ from fedge.wire.messages import BlobRef, Order, Why
 from fedge.wire.transport import BrokerSettings
 
 if TYPE_CHECKING:
-    from coordinator.methods.method import Down
+    from coordinator.methods.settings import Down
 
 HIDDEN = {"1.6 MB": 5_333, "45 MB": 150_000}
 """Of an mlp with 64 inputs and 10 classes: 75 numbers of 4 bytes for each hidden unit."""

@@ -33,7 +33,8 @@ import torch
 from script import finish, machine
 
 from coordinator.fleet.simulated.fleet import SimulatedFleet
-from coordinator.methods.method import MethodSettings, make
+from coordinator.methods.catalogue import make
+from coordinator.methods.settings import MethodSettings
 from coordinator.simulation.rounds import run
 from edge_agent.device.worker import Worker
 from fedge.data.task import TaskSpec

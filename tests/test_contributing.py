@@ -8,7 +8,8 @@ import pytest
 from click.testing import CliRunner
 
 from coordinator.aggregation.protection import Protection
-from coordinator.methods.method import MethodSettings, make
+from coordinator.methods.catalogue import make
+from coordinator.methods.settings import MethodSettings
 from coordinator.service.proof import proven
 from coordinator.simulation.commands.simulate import simulate
 from fedge.errors import ConfigError

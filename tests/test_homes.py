@@ -15,7 +15,7 @@ import pytest
 
 import deploy
 from coordinator.methods.baselines.fedavg import FedAvgState
-from coordinator.methods.method import load
+from coordinator.methods.state import load
 from coordinator.store.records import OrderStatus
 from coordinator.store.store import Store
 from edge_agent.agent.outbox import Outbox

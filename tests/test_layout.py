@@ -13,6 +13,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("fedge", "edge_agent", "coordinator", "export", "deploy")
 
 WITHOUT_TESTS_OF_THEIR_OWN = {
+    "coordinator/methods/settings.py": "tests/coordinator/simulation/test_settings.py",
     "coordinator/store/requests.py": "tests/coordinator/watch/test_state.py",
     "coordinator/page/cli.py": "tests/coordinator/watch/test_state.py",
     "coordinator/page/metrics.py": "tests/coordinator/page/test_server.py",

@@ -55,9 +55,11 @@ from coordinator.aggregation import correlation
 from coordinator.aggregation.protection import Protection
 from coordinator.fleet.fleet import Answer
 from coordinator.fleet.simulated.fleet import SimulatedFleet
-from coordinator.methods.method import MethodSettings, Server, make
+from coordinator.methods.catalogue import make
+from coordinator.methods.method import Server
 from coordinator.methods.papers.fedcoe import FedCoE, FedCoEState, Preset
 from coordinator.methods.server.learning import ServerData
+from coordinator.methods.settings import MethodSettings
 from coordinator.simulation.rounds import run as run_rounds
 from edge_agent.device.worker import Worker
 from fedge.data.task import Preprocessing, TaskSpec

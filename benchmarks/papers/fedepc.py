@@ -49,10 +49,12 @@ from coordinator.clustering import aidc
 from coordinator.clustering.rivals import agglomerative, kmeans
 from coordinator.fleet.simulated.devices import Hardware
 from coordinator.fleet.simulated.fleet import SimulatedFleet
-from coordinator.methods.method import MethodSettings, State, make
+from coordinator.methods.catalogue import make
 from coordinator.methods.papers.fedepc import FedEpc, FedEpcState
 from coordinator.methods.parts.grouping import Description
 from coordinator.methods.server.extractor_training import trained
+from coordinator.methods.settings import MethodSettings
+from coordinator.methods.state import State
 from coordinator.selection import ccmab
 from coordinator.simulation.rounds import run as run_rounds
 from edge_agent.device.worker import Worker

@@ -27,10 +27,11 @@ from numpy.typing import NDArray
 from scipy.optimize import nnls
 
 from coordinator.methods.baselines.fedavg import FedAvgState
-from coordinator.methods.method import Method, round_done
+from coordinator.methods.method import Method
 from coordinator.methods.parts.averaging import average
 from coordinator.methods.parts.cohort import NO_CLUSTERS, SELECTIONS, train_cohort
 from coordinator.methods.promises import SHARED
+from coordinator.methods.rounds import round_done
 from fedge.steps.contract import Declined, Result, Reveals
 from fedge.steps.training.train import Start, Train, Trained
 from fedge.tensors.layout import BASE, HEAD, Layout, Model, TensorInfo, unflatten

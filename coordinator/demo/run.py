@@ -22,16 +22,11 @@ from coordinator.demo.processes import Child, Children, ProcessError, tail
 from coordinator.fleet.fleet import Fleet
 from coordinator.fleet.simulated.fleet import SimulatedFleet
 from coordinator.methods.baselines.local import Local, learn_alone
-from coordinator.methods.method import (
-    DEFAULT,
-    Method,
-    MethodSettings,
-    ModelState,
-    Option,
-    make,
-    method_class,
-    steps_alone,
-)
+from coordinator.methods.catalogue import make, method_class
+from coordinator.methods.method import Method
+from coordinator.methods.rounds import steps_alone
+from coordinator.methods.settings import DEFAULT, MethodSettings, Option
+from coordinator.methods.state import ModelState
 from coordinator.selection.select import cohort_size
 from coordinator.service.cli import Progress
 from coordinator.simulation.compare import compare_runs

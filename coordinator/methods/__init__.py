@@ -1,10 +1,13 @@
 """Methods: one paper, one file that reads like its pseudocode.
 
-`method` is the base class, `options` its settings on the command line, `promises` what it must keep. The rooms `papers`
-and `baselines` hold the methods, `parts` what several share, `server` what a server learns itself. The service and
-simulations run them. Begin with `baselines.fedavg`.
+`method` is the base class, with its `settings`, `state`, `rounds`, last round (`installation`) and `promises`.
+`catalogue` finds a method by name, `option_values` checks its own options, `options` reads them from the command line.
+The rooms `papers` and `baselines` hold the methods, `parts` what several share, `server` what a server learns itself.
+The service and simulations run them. Begin with `baselines.fedavg`, then `method`.
 """
 
 from fedge.system.moved import names_of
 
-__getattr__ = names_of(__name__, "method", warns=False)
+PUBLIC = ("method", "settings", "state", "rounds", "installation", "catalogue", "option_values")
+"""Modules whose names are the room's, too, for those who write a method."""
+__getattr__ = names_of(__name__, *PUBLIC, warns=False)

@@ -10,7 +10,8 @@ from typing import Any
 
 import click
 
-from coordinator.methods.method import Method, installed_methods, method_class
+from coordinator.methods.catalogue import installed_methods, method_class
+from coordinator.methods.method import Method
 from fedge.system.help import Command, json_option
 from fedge.system.text import printable
 

@@ -8,7 +8,9 @@ from typing import Any, Final, TypeVar
 
 import click
 
-from coordinator.methods.method import Option, installed_methods, method_class, options_of
+from coordinator.methods.catalogue import installed_methods, method_class
+from coordinator.methods.option_values import options_of
+from coordinator.methods.settings import Option
 from fedge.errors import ConfigError
 from fedge.settings import section_of
 from fedge.system.files import require_writable, write_atomically

@@ -10,8 +10,11 @@ from pathlib import Path
 
 import msgspec
 
-from coordinator.methods.method import MethodSettings, Server, load, make
+from coordinator.methods.catalogue import make
+from coordinator.methods.method import Server
 from coordinator.methods.server.assembling import bundle_in_subprocess
+from coordinator.methods.settings import MethodSettings
+from coordinator.methods.state import load
 from coordinator.store.store import Store, reading, undeleted
 from coordinator.watch.options import opened
 from coordinator.watch.state import read_summary

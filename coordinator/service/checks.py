@@ -18,7 +18,9 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from coordinator.fleet.simulated.devices import CLASSES
-from coordinator.methods.method import Option, method_class, options_of
+from coordinator.methods.catalogue import method_class
+from coordinator.methods.option_values import options_of
+from coordinator.methods.settings import Option
 from coordinator.service.findings import Finding, Samples
 from fedge.bundle.manifest import slot
 from fedge.commands.doctor import AGENT_GB

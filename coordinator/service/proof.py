@@ -12,7 +12,8 @@ from typing import Any, Final
 import msgspec
 
 from coordinator.fleet.fleet import Answer, Fleet, Seen
-from coordinator.methods.method import Method, S, dump, load
+from coordinator.methods.method import Method
+from coordinator.methods.state import S, dump, load
 from fedge.errors import ConfigError, ProtocolError
 from fedge.steps.contract import Action
 

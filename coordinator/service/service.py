@@ -26,21 +26,12 @@ from coordinator.fleet import problems
 from coordinator.fleet.mqtt.fleet import MqttFleet
 from coordinator.fleet.mqtt.roles import BlobServer, Intake, begun, own_folder
 from coordinator.fleet.relayed import STEPS, RelayFleet
-from coordinator.methods import method as methods
-from coordinator.methods.method import (
-    DEFAULT,
-    Method,
-    MethodSettings,
-    Option,
-    Server,
-    State,
-    dump,
-    load,
-    make,
-    method_class,
-    require_learned,
-    settings_of,
-)
+from coordinator.methods import settings as methods
+from coordinator.methods.catalogue import make, method_class
+from coordinator.methods.installation import require_learned
+from coordinator.methods.method import Method, Server
+from coordinator.methods.settings import DEFAULT, MethodSettings, Option, settings_of
+from coordinator.methods.state import State, dump, load
 from coordinator.service.checks import first_model, without_profile
 from coordinator.service.proof import PROVEN, reloaded
 from coordinator.store.requests import Wishes, at_round, wishes_in

@@ -15,7 +15,8 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from coordinator.methods.method import Server, make
+from coordinator.methods.catalogue import make
+from coordinator.methods.method import Server
 from coordinator.methods.options import check, method_and_options
 from coordinator.simulation.federation import partition_samples
 from coordinator.simulation.reports.comparison import Comparison, MethodOutcome, Spread

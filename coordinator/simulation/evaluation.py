@@ -17,7 +17,8 @@ import numpy as np
 
 import deploy
 from coordinator.aggregation.protection import Protection
-from coordinator.methods.method import Method, State
+from coordinator.methods.method import Method
+from coordinator.methods.state import State
 from coordinator.simulation.federation import Federation, Samples
 from coordinator.simulation.reports.outcome import SPENT, DeviceOutcome, Score, score
 from edge_agent.device.worker import Worker

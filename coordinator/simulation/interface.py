@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from msgspec import Struct
 
-from coordinator.methods.method import Option, method_class
+from coordinator.methods.catalogue import method_class
 from coordinator.methods.options import check, method_and_options
+from coordinator.methods.settings import Option
 from coordinator.simulation import compare as comparing
 from coordinator.simulation import run as running
 from coordinator.simulation.compare import scenario_of

@@ -14,8 +14,11 @@ import numpy as np
 
 from coordinator.fleet.problems import reasons_of, told
 from coordinator.fleet.simulated.fleet import SimulatedFleet
-from coordinator.methods.method import Method, MethodSettings, Option, Server, State, method_class
+from coordinator.methods.catalogue import method_class
+from coordinator.methods.method import Method, Server
 from coordinator.methods.promises import HOW, SHARED
+from coordinator.methods.settings import MethodSettings, Option
+from coordinator.methods.state import State
 from coordinator.service.findings import Finding, Samples
 from coordinator.service.proof import Recorded, is_ours
 from coordinator.simulation import rounds

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from coordinator.fleet.simulated.fleet import SimulatedFleet
-from coordinator.methods.method import Method, S, require_learned
+from coordinator.methods.installation import require_learned
+from coordinator.methods.method import Method
+from coordinator.methods.state import S
 from coordinator.service.proof import PROVEN, is_ours, proven, reloaded
 from fedge.wire.messages import blobs_of
 

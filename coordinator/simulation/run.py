@@ -19,7 +19,10 @@ import torch
 from coordinator.aggregation.protection import Protection
 from coordinator.fleet.problems import reasons_of, told
 from coordinator.fleet.simulated.fleet import Execute, SimulatedFleet
-from coordinator.methods.method import Method, Option, Server, State, make
+from coordinator.methods.catalogue import make
+from coordinator.methods.method import Method, Server
+from coordinator.methods.settings import Option
+from coordinator.methods.state import State
 from coordinator.service.checks import N_SAMPLES, a_few, examine, require_sound, without_profile
 from coordinator.service.findings import Finding
 from coordinator.service.samples import by_class, without_samples

@@ -11,8 +11,8 @@ from typing import Annotated, Final, Literal
 from msgspec import Meta
 
 from coordinator.aggregation import protection
-from coordinator.methods import method as methods
-from coordinator.methods.method import DEFAULT, MethodSettings, Option, settings_of
+from coordinator.methods import settings as methods
+from coordinator.methods.settings import DEFAULT, MethodSettings, Option, settings_of
 from coordinator.watch.tracking import MLflow, TensorBoard
 from fedge.settings import CODE, AtLeastOne, Duration
 from fedge.system.hardware import Processor, TrainOn

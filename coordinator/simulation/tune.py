@@ -20,8 +20,10 @@ import numpy as np
 from msgspec import Meta, Struct
 
 from coordinator.fleet.simulated.ray import connected, require_importable
-from coordinator.methods.method import Option, method_class, options_of
+from coordinator.methods.catalogue import method_class
+from coordinator.methods.option_values import options_of
 from coordinator.methods.options import check, method_and_options, value_of
+from coordinator.methods.settings import Option
 from coordinator.simulation.compare import begin, scenario_of
 from coordinator.simulation.run import Watch, validate
 from coordinator.simulation.settings import Scenario, Setup, TuneSettings

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Struct
 
 import fedge
-from coordinator.methods.method import Option
+from coordinator.methods.settings import Option
 from fedge.errors import MALFORMED, ConfigError
 from fedge.settings import Secret
 from fedge.system.files import make_folder, write_atomically

@@ -24,7 +24,9 @@ import numpy as np
 from msgspec import Meta, Struct
 
 from coordinator.fleet.fleet import Fleet, Seen
-from coordinator.methods.method import Method, ModelState, round_done
+from coordinator.methods.method import Method
+from coordinator.methods.rounds import round_done
+from coordinator.methods.state import ModelState
 from fedge.steps.training.train import Start, Train, Trained
 from fedge.tensors.layout import Model, unflatten
 from fedge.wire.messages import BlobRef

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.rivals import fedala
 from benchmarks.rivals.fedala import FedAla
 from benchmarks.rivals.fedpac import FedPac, global_means, shares, statistics
-from coordinator.methods.method import MethodSettings
+from coordinator.methods.settings import MethodSettings
 from coordinator.simulation.rounds import run
 from fedge.tensors.layout import HEAD
 from tests.support.orders import INITIAL, LAYOUT

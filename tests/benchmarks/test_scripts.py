@@ -19,9 +19,9 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from coordinator.methods.method import MethodSettings
 from coordinator.methods.options import check, method_and_options
 from coordinator.methods.papers.cfic import Cfic
+from coordinator.methods.settings import MethodSettings
 from fedge.tensors.layout import Layout, TensorInfo
 
 ROOT = Path(__file__).parent.parent.parent

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from methods.fedasync import FedAsync, FedAsyncState
 
-from coordinator.methods.method import MethodSettings, dump
+from coordinator.methods.settings import MethodSettings
+from coordinator.methods.state import dump
 from coordinator.simulation.rounds import run
 from fedge.commands.broker import LocalBroker
 from tests.support.federation import ROOT, Federation, same, settings

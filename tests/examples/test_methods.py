@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.methods.method import method_class
+from coordinator.methods.catalogue import method_class
 from coordinator.methods.options import check, method_and_options
 from fedge.steps.contract import known_steps
 from tests.support.cli_reference import commands

@@ -10,7 +10,7 @@ import pytest
 from methods.pfedme import PFedMe
 
 from coordinator.fleet.simulated.fleet import SimulatedFleet
-from coordinator.methods.method import MethodSettings
+from coordinator.methods.settings import MethodSettings
 from coordinator.simulation.rounds import run
 from edge_agent.device.worker import Worker
 from fedge.commands.broker import LocalBroker

@@ -19,7 +19,9 @@ import torch
 
 from coordinator.fleet.simulated.fleet import SimulatedFleet
 from coordinator.methods.baselines.fedavg import FedAvgState
-from coordinator.methods.method import MethodSettings, load, make
+from coordinator.methods.catalogue import make
+from coordinator.methods.settings import MethodSettings
+from coordinator.methods.state import load
 from coordinator.store.records import OrderStatus
 from coordinator.store.store import Store
 from edge_agent.device.worker import Worker

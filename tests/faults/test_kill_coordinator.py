@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from coordinator.methods.baselines.fedavg import FedAvgState
-from coordinator.methods.method import State
 from coordinator.methods.papers.fedge import FedgeState
+from coordinator.methods.state import State
 from fedge.commands.broker import LocalBroker
 from tests.support.federation import Federation, same, settings
 

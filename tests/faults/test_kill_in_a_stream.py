@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from coordinator.methods.baselines.fedbuff import FedBuffState
-from coordinator.methods.method import State
 from coordinator.methods.papers.fedge import FedgeState
+from coordinator.methods.state import State
 from fedge.commands.broker import LocalBroker
 from tests.support.federation import Federation, same, settings
 from tests.support.streams import record_of, replay_of, stand_still_in_mid_round

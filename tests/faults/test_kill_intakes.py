@@ -14,7 +14,7 @@ import pytest
 from benchmarks.load import TOPICS, Device
 from coordinator.methods.baselines.fedavg import FedAvgState
 from coordinator.methods.baselines.fedbuff import FedBuffState
-from coordinator.methods.method import load
+from coordinator.methods.state import load
 from coordinator.service.checks import first_model
 from coordinator.store.database import database
 from coordinator.store.store import Store

@@ -18,7 +18,9 @@ import zstandard
 
 from coordinator.aggregation.protection import Protection
 from coordinator.fleet.simulated.fleet import SimulatedFleet
-from coordinator.methods.method import MethodSettings, Server, installed_methods, make
+from coordinator.methods.catalogue import installed_methods, make
+from coordinator.methods.method import Server
+from coordinator.methods.settings import MethodSettings
 from coordinator.service.service import CoordinatorSettings, serve
 from coordinator.simulation.rounds import run
 from coordinator.store.store import Store

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import deploy
-from coordinator.methods.method import installed_methods
+from coordinator.methods.catalogue import installed_methods
 from coordinator.service.service import CoordinatorSettings, serve
 from coordinator.store.store import Store
 from export import parity

@@ -11,9 +11,12 @@ import pytest
 
 from coordinator.clustering import find
 from coordinator.clustering.find import Clustering
-from coordinator.methods.method import MethodSettings, Server, installed_methods, make, method_class, words_of
+from coordinator.methods.catalogue import installed_methods, make, method_class
+from coordinator.methods.method import Server
+from coordinator.methods.option_values import words_of
 from coordinator.methods.papers import cfic, fedepc, fedge, scmoe_pfl
 from coordinator.methods.parts import cohort, grouping
+from coordinator.methods.settings import MethodSettings
 from coordinator.selection import ccmab, select
 from coordinator.selection.select import Selection
 from fedge.errors import ConfigError

@@ -12,7 +12,7 @@ from typing import ClassVar
 import pytest
 
 from coordinator.methods.baselines.fedavg import FedAvgState
-from coordinator.methods.method import load
+from coordinator.methods.state import load
 from coordinator.service.service import CoordinatorSettings, serve
 from coordinator.store.records import OrderStatus
 from coordinator.store.store import Store

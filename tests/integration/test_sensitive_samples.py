@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 
 from coordinator.aggregation.protection import Protection
 from coordinator.fleet.simulated.fleet import SimulatedFleet
-from coordinator.methods.method import MethodSettings, Server, installed_methods, make, method_class
+from coordinator.methods.catalogue import installed_methods, make, method_class
+from coordinator.methods.method import Server
+from coordinator.methods.settings import MethodSettings
 from coordinator.rollout.decision import Plan, RolloutState
 from coordinator.rollout.service import Release
 from coordinator.service.service import CoordinatorSettings, serve

@@ -24,8 +24,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree, backend_registration
 
-from coordinator.methods.method import MethodSettings, Server, dump, make
+from coordinator.methods.catalogue import make
+from coordinator.methods.method import Server
 from coordinator.methods.server.learning import ServerData
+from coordinator.methods.settings import MethodSettings
+from coordinator.methods.state import dump
 from coordinator.simulation.rounds import run
 from edge_agent.device.worker import Worker
 from fedge.data import preprocessing

@@ -18,7 +18,9 @@ import msgspec
 
 from coordinator.aggregation.protection import Protection
 from coordinator.fleet.simulated.fleet import SimulatedFleet
-from coordinator.methods.method import MethodSettings, State, dump, load, make
+from coordinator.methods.catalogue import make
+from coordinator.methods.settings import MethodSettings
+from coordinator.methods.state import State, dump, load
 from coordinator.simulation.rounds import run
 from coordinator.store.database import database
 from coordinator.store.store import Store

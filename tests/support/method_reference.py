@@ -16,7 +16,8 @@ from pathlib import Path
 import click
 import msgspec
 
-from coordinator.methods.method import Method, installed_methods, method_class
+from coordinator.methods.catalogue import installed_methods, method_class
+from coordinator.methods.method import Method
 from coordinator.simulation.settings import SimulationSettings
 
 PAGES = Path(__file__).parents[2] / "docs" / "methods"

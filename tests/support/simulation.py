@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from coordinator.fleet.fleet import Answer
 from coordinator.fleet.simulated.devices import Hardware
 from coordinator.fleet.simulated.fleet import SimulatedFleet
-from coordinator.methods.method import Method, State
+from coordinator.methods.method import Method
+from coordinator.methods.state import State
 from coordinator.store.records import Device
 from deploy import load
 from edge_agent.device.device import Unpacked

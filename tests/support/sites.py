@@ -12,7 +12,7 @@ import numpy as np
 
 from coordinator.fleet.simulated.fleet import SimulatedFleet
 from coordinator.methods.baselines.fedavg import FedAvgState
-from coordinator.methods.method import MethodSettings
+from coordinator.methods.settings import MethodSettings
 from fedge.commands.broker import LocalBroker
 from fedge.system.files import BlobFolder
 from fedge.tensors.layout import from_bytes

@@ -18,8 +18,8 @@ from coordinator.aggregation.guarded import guarded_averages
 from coordinator.aggregation.protection import without_noise
 from coordinator.fleet.fleet import Fleet
 from coordinator.methods.baselines.personal_layers import PersonalLayers, PersonalState
-from coordinator.methods.method import results
 from coordinator.methods.parts.cohort import NO_CLUSTERS
+from coordinator.methods.rounds import results
 from fedge.errors import ConfigError
 from fedge.steps.descriptions.mean_features import MAX_FEATURES, FeaturesMeasured, MeanFeatures
 from fedge.steps.training.train import Train

@@ -10,11 +10,12 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 from coordinator.fleet.fleet import Fleet
-from coordinator.methods.method import Method, round_done
+from coordinator.methods.method import Method
 from coordinator.methods.parts.averaging import average
 from coordinator.methods.parts.cohort import NO_CLUSTERS, SELECTIONS, ChoosingState, train_cohort
 from coordinator.methods.parts.server_optimizer import ServerModel, stepped
 from coordinator.methods.promises import SHARED
+from coordinator.methods.rounds import round_done
 from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Start, Train
 from fedge.tensors.layout import Layout

@@ -17,12 +17,14 @@ import numpy as np
 from msgspec import Meta, Struct
 
 from coordinator.fleet.fleet import Fleet, Seen
-from coordinator.methods.method import Method, ModelState, round_done
+from coordinator.methods.method import Method
 from coordinator.methods.parts.asynchronous import ONE_BY_ONE, Buffer, buffered
 from coordinator.methods.parts.averaging import average
 from coordinator.methods.parts.cohort import NO_CLUSTERS
 from coordinator.methods.parts.server_optimizer import apply_mean
 from coordinator.methods.promises import SHARED
+from coordinator.methods.rounds import round_done
+from coordinator.methods.state import ModelState
 from fedge.steps.training.train import Start, Train
 from fedge.wire.messages import BlobRef
 

@@ -11,8 +11,10 @@ from collections.abc import Mapping
 import msgspec
 
 from coordinator.fleet.fleet import Fleet
-from coordinator.methods.method import Method, ModelState, insist, results, steps_alone
+from coordinator.methods.method import Method
 from coordinator.methods.promises import SHARED
+from coordinator.methods.rounds import insist, results, steps_alone
+from coordinator.methods.state import ModelState
 from fedge.steps.mixture.install import FineTune, Install, Installed
 from fedge.steps.sgd import Sgd
 from fedge.wire.messages import BlobRef

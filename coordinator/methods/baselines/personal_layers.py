@@ -12,7 +12,8 @@ import msgspec
 
 from coordinator.fleet.fleet import Fleet
 from coordinator.methods.baselines.fedavg import FedAvgState, train
-from coordinator.methods.method import Method, install
+from coordinator.methods.installation import install
+from coordinator.methods.method import Method
 from coordinator.methods.parts.cohort import NO_CLUSTERS, SELECTIONS
 from coordinator.methods.promises import SHARED
 from fedge.models.weights import named

@@ -25,13 +25,14 @@ from coordinator.clustering import aidc
 from coordinator.clustering.find import Clustering
 from coordinator.fleet.fleet import Fleet
 from coordinator.fleet.versions import put_after
-from coordinator.methods.method import Method, accepted, round_done, round_rng
+from coordinator.methods.method import Method
 from coordinator.methods.parts import grouping
 from coordinator.methods.parts.averaging import averages
 from coordinator.methods.parts.cohort import bandit_of
 from coordinator.methods.parts.grouping import Choices, Description
 from coordinator.methods.parts.unresponsive import AskingState, ask, awake
 from coordinator.methods.promises import SHARED
+from coordinator.methods.rounds import accepted, round_done, round_rng
 from coordinator.selection import ccmab
 from coordinator.selection.select import choose, cohort_size, stratified, uniform
 from coordinator.store.records import Device

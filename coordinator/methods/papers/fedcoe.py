@@ -20,10 +20,12 @@ from msgspec import Meta, Struct
 from coordinator.aggregation import correlation
 from coordinator.aggregation.protection import without_noise
 from coordinator.fleet.fleet import Fleet
-from coordinator.methods.method import Method, insist, install, next_release, results, round_done, round_rng
+from coordinator.methods.installation import install, next_release
+from coordinator.methods.method import Method
 from coordinator.methods.parts.averaging import lengths
 from coordinator.methods.parts.cohort import NO_CLUSTERS, SELECTIONS, ChoosingState, train_cohort
 from coordinator.methods.promises import SHARED
+from coordinator.methods.rounds import insist, results, round_done, round_rng
 from coordinator.methods.server.learning import ServerData, Trunk
 from export.gate import gate_onnx
 from fedge.errors import ConfigError

@@ -30,7 +30,8 @@ from coordinator.clustering import aidc, mctc
 from coordinator.clustering.aidc import Place
 from coordinator.clustering.find import Clustering
 from coordinator.fleet.fleet import Fleet
-from coordinator.methods.method import Method, accepted, install, mean_loss, round_done, round_rng
+from coordinator.methods.installation import install
+from coordinator.methods.method import Method
 from coordinator.methods.parts import grouping
 from coordinator.methods.parts.averaging import average, averages
 from coordinator.methods.parts.cohort import bandit_of
@@ -38,6 +39,7 @@ from coordinator.methods.parts.grouping import Choices, Description
 from coordinator.methods.parts.server_optimizer import apply_mean
 from coordinator.methods.parts.unresponsive import AskingState, ask, awake
 from coordinator.methods.promises import SHARED
+from coordinator.methods.rounds import accepted, mean_loss, round_done, round_rng
 from coordinator.methods.server.extractor import check_samples, trained_extractor
 from coordinator.selection import ccmab
 from coordinator.selection.select import choose, cohort_size, uniform

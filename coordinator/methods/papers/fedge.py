@@ -28,17 +28,8 @@ from coordinator.clustering import find as clustering
 from coordinator.clustering.find import Clustering, Directions, find_clusters
 from coordinator.fleet.fleet import Fleet, Seen
 from coordinator.fleet.versions import put_after
-from coordinator.methods.method import (
-    Method,
-    accepted,
-    equip,
-    install,
-    owner,
-    results,
-    round_done,
-    round_rng,
-    steps_alone,
-)
+from coordinator.methods.installation import equip, install
+from coordinator.methods.method import Method
 from coordinator.methods.parts import grouping
 from coordinator.methods.parts.asynchronous import ONE_BY_ONE, buffered
 from coordinator.methods.parts.averaging import FRESH, average, averages
@@ -47,6 +38,7 @@ from coordinator.methods.parts.grouping import ONE_GROUP, Choices, Description
 from coordinator.methods.parts.server_optimizer import ServerModel, stepped
 from coordinator.methods.parts.unresponsive import AskingState, ask, awake
 from coordinator.methods.promises import SHARED
+from coordinator.methods.rounds import accepted, owner, results, round_done, round_rng, steps_alone
 from coordinator.selection import ccmab
 from coordinator.selection.select import choose, cohort_size, uniform
 from coordinator.store.records import Device

@@ -16,9 +16,13 @@ from msgspec import Meta, Struct
 from coordinator.aggregation.protection import without_noise
 from coordinator.fleet.fleet import Fleet
 from coordinator.methods.baselines.personal_layers import PersonalLayers, PersonalState
-from coordinator.methods.method import Method, State, insist, install, make, results, round_rng
+from coordinator.methods.catalogue import make
+from coordinator.methods.installation import install
+from coordinator.methods.method import Method
 from coordinator.methods.parts.cohort import NO_CLUSTERS, SELECTIONS
 from coordinator.methods.promises import SHARED
+from coordinator.methods.rounds import insist, results, round_rng
+from coordinator.methods.state import State
 from fedge.data.task import MAX_POOL
 from fedge.errors import ConfigError
 from fedge.steps.contract import Reveals

@@ -25,11 +25,12 @@ from coordinator.clustering import mctc
 from coordinator.clustering.find import Directions, by_label, find_clusters
 from coordinator.fleet.fleet import Fleet
 from coordinator.fleet.versions import put_after
-from coordinator.methods.method import Method, insist, results, round_done, round_rng
+from coordinator.methods.method import Method
 from coordinator.methods.parts.averaging import averages
 from coordinator.methods.parts.cohort import SELECTIONS, ChoosingState, train_cohort
 from coordinator.methods.parts.grouping import offered
 from coordinator.methods.promises import SHARED
+from coordinator.methods.rounds import insist, results, round_done, round_rng
 from fedge.steps.descriptions.describe_labels import DescribeLabels, LabelsDescribed
 from fedge.steps.mixture.fit_mixture import FitMixture, GateData, Offset
 from fedge.steps.mixture.install import Installed

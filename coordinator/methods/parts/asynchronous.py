@@ -14,7 +14,9 @@ from typing import Any, Final, cast
 import numpy as np
 
 from coordinator.fleet.fleet import Answer, Fleet, Seen
-from coordinator.methods.method import Method, State, round_rng
+from coordinator.methods.method import Method
+from coordinator.methods.rounds import round_rng
+from coordinator.methods.state import State
 from coordinator.selection.select import cohort_size, uniform
 from fedge.steps.training.train import Train, Trained
 

@@ -13,8 +13,11 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from coordinator.fleet.fleet import Answer, Fleet
-from coordinator.methods.method import Method, MethodSettings, State, accepted, declined, round_rng
+from coordinator.methods.method import Method
 from coordinator.methods.parts.grouping import Choices, arm, bandits_after, tell_choices, tell_draw
+from coordinator.methods.rounds import accepted, declined, round_rng
+from coordinator.methods.settings import MethodSettings
+from coordinator.methods.state import State
 from coordinator.selection import ccmab
 from coordinator.selection.select import Selection, cohort_size, fastest, uniform
 from coordinator.store.records import Device

@@ -22,7 +22,7 @@ from coordinator.clustering import aidc, mctc
 from coordinator.clustering.aidc import Clusters
 from coordinator.clustering.find import Clustering, Directions, Profiles, by_label, find_clusters
 from coordinator.fleet.fleet import Answer, Fleet
-from coordinator.methods.method import declined
+from coordinator.methods.rounds import declined
 from coordinator.selection import ccmab
 from coordinator.store.records import Device
 from fedge.steps.contract import Action

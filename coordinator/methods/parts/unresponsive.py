@@ -12,7 +12,8 @@ import msgspec
 from msgspec import Struct
 
 from coordinator.fleet.fleet import Answer, Fleet
-from coordinator.methods.method import State, insist
+from coordinator.methods.rounds import insist
+from coordinator.methods.state import State
 from coordinator.store.records import Device
 from fedge.steps.contract import Action
 

@@ -8,7 +8,8 @@ import msgspec
 import pytest
 
 from coordinator.aggregation.protection import COMBINATIONS, Guard, Protection, check, table
-from coordinator.methods.method import MethodSettings, make
+from coordinator.methods.catalogue import make
+from coordinator.methods.settings import MethodSettings
 from coordinator.service.service import CoordinatorSettings
 from coordinator.simulation.settings import Setup
 from fedge.errors import ConfigError

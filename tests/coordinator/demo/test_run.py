@@ -17,7 +17,8 @@ from coordinator.demo.run import (
     partition_samples,
     spent,
 )
-from coordinator.methods.method import MethodSettings, make
+from coordinator.methods.catalogue import make
+from coordinator.methods.settings import MethodSettings
 from coordinator.simulation.rounds import run
 from coordinator.simulation.settings import DemoSettings
 from fedge.commands.broker import LocalBroker, free_port

@@ -12,7 +12,8 @@ import pytest
 
 from coordinator.aggregation.protection import Protection
 from coordinator.fleet.accounted import AccountedFleet, accounted
-from coordinator.methods.method import MethodSettings, installed_methods, make, method_class
+from coordinator.methods.catalogue import installed_methods, make, method_class
+from coordinator.methods.settings import MethodSettings
 from coordinator.simulation.rounds import run
 from edge_agent.privacy.dp_ledger import Ledger
 from fedge.errors import ConfigError

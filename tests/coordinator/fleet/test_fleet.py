@@ -17,7 +17,7 @@ from coordinator.fleet.mqtt.fleet import MqttFleet
 from coordinator.fleet.simulated.devices import Hardware
 from coordinator.fleet.simulated.fleet import SimulatedFleet
 from coordinator.methods.baselines.fedavg import FedAvg
-from coordinator.methods.method import MethodSettings
+from coordinator.methods.settings import MethodSettings
 from coordinator.store.records import OrderStatus
 from coordinator.store.store import Store
 from fedge.commands.broker import LocalBroker

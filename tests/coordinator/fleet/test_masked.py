@@ -18,7 +18,11 @@ from coordinator.aggregation.protection import Protection
 from coordinator.fleet.fleet import Answer, Fleet
 from coordinator.fleet.masked import MaskedFleet, admissible
 from coordinator.methods.baselines.fedavg import FedAvg
-from coordinator.methods.method import Method, MethodSettings, accepted, dump, make
+from coordinator.methods.catalogue import make
+from coordinator.methods.method import Method
+from coordinator.methods.rounds import accepted
+from coordinator.methods.settings import MethodSettings
+from coordinator.methods.state import dump
 from coordinator.simulation.rounds import run
 from edge_agent.device.worker import Worker
 from fedge.errors import ConfigError

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from coordinator.fleet.quarantine import READMITTED, REST, quarantined
-from coordinator.methods.method import MethodSettings, make
+from coordinator.methods.catalogue import make
+from coordinator.methods.settings import MethodSettings
 from coordinator.simulation.rounds import run
 from coordinator.store.records import Offence
 from fedge.steps.sgd import Sgd

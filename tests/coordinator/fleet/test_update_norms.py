@@ -13,7 +13,7 @@ from coordinator.fleet import update_norms
 from coordinator.fleet.fleet import Answer, Seen
 from coordinator.fleet.update_norms import FACTOR, OneByOne
 from coordinator.methods.baselines.fedavg import FedAvg
-from coordinator.methods.method import MethodSettings
+from coordinator.methods.settings import MethodSettings
 from edge_agent.device.worker import Finished
 from edge_agent.learning.batched import execute
 from fedge.steps.contract import Declined

@@ -11,7 +11,8 @@ from coordinator.fleet.fleet import Fleet
 from coordinator.fleet.simulated.fleet import SimulatedFleet
 from coordinator.fleet.versions import Descent, leading_to, put_after
 from coordinator.methods.baselines.fedavg import FedAvg, FedAvgState
-from coordinator.methods.method import MethodSettings, dump, load
+from coordinator.methods.settings import MethodSettings
+from coordinator.methods.state import dump, load
 from fedge.data.task import TaskSpec
 from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Start, Train

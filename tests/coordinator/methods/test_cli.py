@@ -10,8 +10,10 @@ from click.testing import CliRunner
 
 from coordinator.methods import cli
 from coordinator.methods.baselines.fedprox import FedProx
+from coordinator.methods.catalogue import installed_methods
 from coordinator.methods.cli import first_sentence, methods
-from coordinator.methods.method import Method, ModelState, installed_methods
+from coordinator.methods.method import Method
+from coordinator.methods.state import ModelState
 
 
 def test_each_method_has_a_line_with_a_sentence() -> None:

@@ -12,7 +12,11 @@ from msgspec import Struct
 
 from coordinator.aggregation.protection import Protection
 from coordinator.fleet.fleet import Fleet
-from coordinator.methods.method import Method, MethodSettings, ModelState, make, round_done
+from coordinator.methods.catalogue import make
+from coordinator.methods.method import Method
+from coordinator.methods.rounds import round_done
+from coordinator.methods.settings import MethodSettings
+from coordinator.methods.state import ModelState
 from fedge.errors import ConfigError
 from fedge.steps.contract import Action, Result, Reveals
 from fedge.steps.sgd import Sgd
@@ -145,7 +149,7 @@ def of(step: type[Action]) -> type[Plain]:
     ("kind", "says"),
     [
         (Nameless, r"has no name: write name = \"...\" into the class"),
-        (Keeps, r"State must be a frozen subclass of coordinator\.methods\.method\.State"),
+        (Keeps, r"State must be a frozen subclass of coordinator\.methods\.state\.State"),
         (Optional, r"Options must be a frozen subclass of msgspec\.Struct"),
         (Typo, "HEEDS names 'particpation'; it may name average, min_reports, participation"),
         (of(Unnamed), "Unnamed needs a name of its own on the wire: .* or devices carry out 'look' instead"),

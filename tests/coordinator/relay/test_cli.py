@@ -15,7 +15,9 @@ import numpy as np
 import pytest
 
 from coordinator.fleet.simulated.fleet import SimulatedFleet
-from coordinator.methods.method import MethodSettings, load, make
+from coordinator.methods.catalogue import make
+from coordinator.methods.settings import MethodSettings
+from coordinator.methods.state import load
 from coordinator.relay.cli import RelaySettings, relaying
 from coordinator.service.service import CoordinatorSettings, serve
 from coordinator.simulation.rounds import run

@@ -22,7 +22,8 @@ from coordinator.aggregation.protection import Protection
 from coordinator.fleet.mqtt.fleet import MqttFleet
 from coordinator.fleet.problems import Problem
 from coordinator.methods.baselines.fedavg import FedAvgState
-from coordinator.methods.method import RoundSummary, make
+from coordinator.methods.catalogue import make
+from coordinator.methods.state import RoundSummary
 from coordinator.service import service
 from coordinator.service.cli import Progress, coordinator, look, status, until_bundles
 from coordinator.service.service import CoordinatorSettings, write_summary

@@ -12,7 +12,11 @@ import pytest
 from numpy.typing import NDArray
 
 from coordinator.fleet.fleet import Fleet
-from coordinator.methods.method import Method, MethodSettings, ModelState, accepted, make, round_done, round_rng
+from coordinator.methods.catalogue import make
+from coordinator.methods.method import Method
+from coordinator.methods.rounds import accepted, round_done, round_rng
+from coordinator.methods.settings import MethodSettings
+from coordinator.methods.state import ModelState
 from coordinator.service.proof import proven
 from coordinator.simulation.rounds import run
 from fedge.errors import ConfigError

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from coordinator.methods.baselines.fedavg import FedAvgState
-from coordinator.methods.method import State, load
+from coordinator.methods.state import State, load
 from coordinator.service.service import (
     CoordinatorSettings,
     Length,

@@ -8,8 +8,10 @@ import pytest
 
 from benchmarks.default_method import ablated
 from benchmarks.steps.ablated_mixture import FitAblatedMixture
-from coordinator.methods.method import Option, Server, make
+from coordinator.methods.catalogue import make
+from coordinator.methods.method import Server
 from coordinator.methods.papers.scmoe_pfl import ScmoePfl, ScmoeState
+from coordinator.methods.settings import Option
 from coordinator.simulation.evaluation import Evaluation
 from coordinator.simulation.federation import Federation, gather, partition_samples
 from coordinator.simulation.rounds import run

@@ -11,7 +11,9 @@ import pytest
 
 from coordinator.fleet.fleet import Fleet
 from coordinator.methods.baselines.fedavg import FedAvg
-from coordinator.methods.method import Method, ModelState, accepted, round_done
+from coordinator.methods.method import Method
+from coordinator.methods.rounds import accepted, round_done
+from coordinator.methods.state import ModelState
 from coordinator.service.checks import made_up
 from coordinator.simulation import rehearsal
 from coordinator.simulation.rehearsal import rehearse

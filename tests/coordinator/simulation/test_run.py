@@ -3,7 +3,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from coordinator.methods.method import Server, installed_methods, make
+from coordinator.methods.catalogue import installed_methods, make
+from coordinator.methods.method import Server
 from coordinator.simulation.federation import partition_samples
 from coordinator.simulation.reports.outcome import DeviceOutcome, RunOutcome, worst_decile
 from coordinator.simulation.reports.report import lines_of

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from coordinator.methods.method import make
+from coordinator.methods.catalogue import make
 from coordinator.methods.options import resolve_options
 from coordinator.service.service import CoordinatorSettings
 from coordinator.simulation.run import validate

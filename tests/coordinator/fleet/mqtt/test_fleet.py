@@ -21,7 +21,7 @@ import pytest
 from coordinator.fleet.fleet import Answer
 from coordinator.fleet.mqtt import fleet as mqtt
 from coordinator.fleet.mqtt.fleet import MqttFleet
-from coordinator.methods.method import State
+from coordinator.methods.state import State
 from coordinator.service.service import commit
 from coordinator.store.records import OrderStatus
 from coordinator.store.store import DEVICES, EXPIRED, RECALLED_ROUNDS, Entry, Store

@@ -10,7 +10,7 @@ from coordinator.fleet.simulated import fleet as simulated
 from coordinator.fleet.simulated.devices import PI_4, Hardware, mixed
 from coordinator.fleet.simulated.fleet import GIVEN_UP_S, SimulatedFleet
 from coordinator.methods.baselines.fedavg import FedAvg
-from coordinator.methods.method import MethodSettings
+from coordinator.methods.settings import MethodSettings
 from coordinator.simulation.rounds import run
 from edge_agent.device.device import CACHED_MODELS, Fetch
 from edge_agent.device.worker import Finished, Worker

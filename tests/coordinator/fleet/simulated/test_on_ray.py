@@ -14,8 +14,10 @@ from coordinator.fleet.simulated import on_ray
 from coordinator.fleet.simulated.fleet import Execute, SimulatedFleet
 from coordinator.fleet.simulated.on_ray import Recipe, Shards
 from coordinator.fleet.simulated.ray import connected, ray
-from coordinator.methods.method import Option, Server, make
+from coordinator.methods.catalogue import make
+from coordinator.methods.method import Server
 from coordinator.methods.parts.averaging import averages
+from coordinator.methods.settings import Option
 from coordinator.simulation.compare import compare
 from coordinator.simulation.federation import Federation, gather, partition_samples
 from coordinator.simulation.run import simulate

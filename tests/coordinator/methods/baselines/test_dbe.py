@@ -9,7 +9,7 @@ import pytest
 from coordinator.fleet.fleet import Answer
 from coordinator.methods.baselines.dbe import Dbe, DbeState
 from coordinator.methods.baselines.fedavg import FedAvg
-from coordinator.methods.method import MethodSettings
+from coordinator.methods.settings import MethodSettings
 from fedge.errors import ConfigError
 from fedge.steps.descriptions.mean_features import FeaturesMeasured, MeanFeatures
 from fedge.steps.sgd import Sgd

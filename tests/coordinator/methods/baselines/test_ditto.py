@@ -9,7 +9,7 @@ import pytest
 from coordinator.fleet.simulated.fleet import SimulatedFleet
 from coordinator.methods.baselines.ditto import Ditto
 from coordinator.methods.baselines.fedavg import FedAvg
-from coordinator.methods.method import MethodSettings
+from coordinator.methods.settings import MethodSettings
 from coordinator.simulation.rounds import run
 from edge_agent.device.worker import Worker
 from fedge.models.build import initial

@@ -7,7 +7,10 @@ import numpy as np
 import pytest
 
 from coordinator.methods.baselines.fedavg import FedAvg, FedAvgState
-from coordinator.methods.method import MethodSettings, accepted, dump, load, make
+from coordinator.methods.catalogue import make
+from coordinator.methods.rounds import accepted
+from coordinator.methods.settings import MethodSettings
+from coordinator.methods.state import dump, load
 from coordinator.simulation.rounds import run
 from deploy import load as load_bundle
 from edge_agent.learning.evaluation import logits

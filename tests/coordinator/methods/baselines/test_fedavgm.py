@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 
 from coordinator.methods.baselines.fedavg import FedAvgState
-from coordinator.methods.method import MethodSettings, dump, load, make
+from coordinator.methods.catalogue import make
+from coordinator.methods.settings import MethodSettings
+from coordinator.methods.state import dump, load
 from coordinator.simulation.rounds import run
 from fedge.errors import ConfigError
 from fedge.steps.sgd import Sgd

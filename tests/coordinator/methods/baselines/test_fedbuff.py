@@ -10,8 +10,9 @@ import pytest
 
 from coordinator.aggregation.protection import Protection
 from coordinator.methods.baselines.fedbuff import FedBuff
-from coordinator.methods.method import MethodSettings, dump
 from coordinator.methods.parts.asynchronous import Buffer
+from coordinator.methods.settings import MethodSettings
+from coordinator.methods.state import dump
 from coordinator.simulation.reports.outcome import cost_of
 from coordinator.simulation.rounds import run
 from coordinator.simulation.run import simulate

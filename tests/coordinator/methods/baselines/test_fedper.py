@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from coordinator.methods.baselines.fedper import FedPer
-from coordinator.methods.method import MethodSettings
+from coordinator.methods.settings import MethodSettings
 from fedge.models.training import Trainer
 from fedge.steps.sgd import Sgd
 from fedge.tensors.layout import BASE, HEAD, Codec

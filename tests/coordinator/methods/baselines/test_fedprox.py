@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from coordinator.methods.method import MethodSettings, make
+from coordinator.methods.catalogue import make
+from coordinator.methods.settings import MethodSettings
 from coordinator.simulation.rounds import run
 from fedge.errors import ConfigError
 from fedge.steps.sgd import Sgd

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from coordinator.methods.baselines.fedrep import FedRep
-from coordinator.methods.method import MethodSettings
+from coordinator.methods.settings import MethodSettings
 from edge_agent.device.worker import Worker
 from fedge.models.training import loss_and_gradient_norm
 from fedge.steps.sgd import Sgd

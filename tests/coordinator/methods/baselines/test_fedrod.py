@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from coordinator.methods.baselines.fedrod import FedRod
-from coordinator.methods.method import MethodSettings
+from coordinator.methods.settings import MethodSettings
 from coordinator.simulation.rounds import run
 from edge_agent.learning.evaluation import look
 from fedge.steps.sgd import Sgd

@@ -5,7 +5,9 @@ import math
 import numpy as np
 import pytest
 
-from coordinator.methods.method import MethodSettings, ModelState, dump, load, make
+from coordinator.methods.catalogue import make
+from coordinator.methods.settings import MethodSettings
+from coordinator.methods.state import ModelState, dump, load
 from coordinator.simulation.rounds import run
 from fedge.errors import ConfigError
 from fedge.models.training import Network, Trainer

@@ -12,7 +12,10 @@ from coordinator.fleet.fleet import Answer
 from coordinator.methods.baselines.fedavg import FedAvg
 from coordinator.methods.baselines.fedper import FedPer
 from coordinator.methods.baselines.personal_layers import PersonalLayers, PersonalState
-from coordinator.methods.method import MethodSettings, accepted, dump, load, make
+from coordinator.methods.catalogue import make
+from coordinator.methods.rounds import accepted
+from coordinator.methods.settings import MethodSettings
+from coordinator.methods.state import dump, load
 from coordinator.simulation.rounds import run
 from edge_agent.learning.evaluation import logits, prior
 from edge_agent.learning.mixture import PLAIN

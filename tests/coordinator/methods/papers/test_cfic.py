@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 
 from coordinator.aggregation.protection import Protection
-from coordinator.methods.method import MethodSettings, dump, load, make
+from coordinator.methods.catalogue import make
 from coordinator.methods.papers.cfic import CficState, clusters
 from coordinator.methods.parts.grouping import Description
+from coordinator.methods.settings import MethodSettings
+from coordinator.methods.state import dump, load
 from coordinator.simulation.rounds import run
 from fedge.errors import ConfigError
 from fedge.steps.sgd import Sgd

@@ -15,8 +15,12 @@ import deploy
 from benchmarks.papers.global_model import predict
 from coordinator.aggregation import correlation
 from coordinator.fleet.fleet import Answer
-from coordinator.methods.method import MethodSettings, Samples, Server, accepted, dump, load, make
+from coordinator.methods.catalogue import make
+from coordinator.methods.method import Samples, Server
 from coordinator.methods.papers.fedcoe import PRESETS, FedCoE, FedCoEState, Preset
+from coordinator.methods.rounds import accepted
+from coordinator.methods.settings import MethodSettings
+from coordinator.methods.state import dump, load
 from coordinator.simulation.rounds import run
 from coordinator.store.records import Device
 from edge_agent.device.worker import Worker

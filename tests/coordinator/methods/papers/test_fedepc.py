@@ -10,7 +10,8 @@ import pytest
 
 from coordinator.aggregation.protection import Protection
 from coordinator.methods.baselines.fedprox import FedProx
-from coordinator.methods.method import MethodSettings, Server, accepted, dump, load, make
+from coordinator.methods.catalogue import make
+from coordinator.methods.method import Server
 from coordinator.methods.papers.fedepc import (
     GONE_AFTER,
     Cluster,
@@ -22,6 +23,9 @@ from coordinator.methods.papers.fedepc import (
     without,
 )
 from coordinator.methods.parts.grouping import Description
+from coordinator.methods.rounds import accepted
+from coordinator.methods.settings import MethodSettings
+from coordinator.methods.state import dump, load
 from coordinator.selection import ccmab
 from coordinator.simulation.rounds import run
 from fedge.data import preprocessing

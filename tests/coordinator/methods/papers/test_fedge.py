@@ -11,7 +11,6 @@ from msgspec import UNSET
 from benchmarks import default_method
 from coordinator.fleet.fleet import require_sendable
 from coordinator.methods.baselines.fedavg import FedAvg
-from coordinator.methods.method import MethodSettings, dump, load
 from coordinator.methods.papers import fedge as module
 from coordinator.methods.papers.fedge import (
     Fedge,
@@ -28,6 +27,8 @@ from coordinator.methods.papers.fedge import (
 from coordinator.methods.parts.asynchronous import discount
 from coordinator.methods.parts.grouping import Description
 from coordinator.methods.parts.server_optimizer import ServerModel
+from coordinator.methods.settings import MethodSettings
+from coordinator.methods.state import dump, load
 from coordinator.selection import ccmab
 from coordinator.simulation.reports.outcome import RunOutcome
 from coordinator.simulation.rounds import run

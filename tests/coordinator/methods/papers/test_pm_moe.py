@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from coordinator.methods.method import MethodSettings, dump, load, make
+from coordinator.methods.catalogue import make
 from coordinator.methods.papers.pm_moe import PmMoe
+from coordinator.methods.settings import MethodSettings
+from coordinator.methods.state import dump, load
 from coordinator.simulation.rounds import run
 from deploy import load as load_bundle
 from fedge.errors import ConfigError

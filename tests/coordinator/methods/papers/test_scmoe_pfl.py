@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from coordinator.clustering import mctc
-from coordinator.methods.method import MethodSettings, RoundSummary, accepted, dump, load
 from coordinator.methods.papers.scmoe_pfl import PRESETS, Clusters, ScmoePfl, ScmoeState, clusters_of, starts
+from coordinator.methods.rounds import accepted
+from coordinator.methods.settings import MethodSettings
+from coordinator.methods.state import RoundSummary, dump, load
 from coordinator.simulation.rounds import run
 from deploy import load as load_bundle
 from edge_agent.steps.descriptions.describe_labels import label_feature

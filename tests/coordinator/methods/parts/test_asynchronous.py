@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from coordinator.methods.baselines.fedbuff import FedBuff
-from coordinator.methods.method import MethodSettings
 from coordinator.methods.parts.asynchronous import KEPT, buffered, discount
+from coordinator.methods.settings import MethodSettings
 from fedge.steps.training.train import Start, Train
 from fedge.tensors.layout import Codec
 from tests.support.simulation import declining, digits, multiplying

@@ -12,9 +12,10 @@ from coordinator.aggregation.protection import Protection, Rule
 from coordinator.fleet import sites
 from coordinator.fleet.fleet import Fleet
 from coordinator.fleet.sites import Note, SiteMean, SiteSums
-from coordinator.methods.method import MethodSettings, make
+from coordinator.methods.catalogue import make
 from coordinator.methods.options import method_and_options
 from coordinator.methods.parts.averaging import averages, lengths
+from coordinator.methods.settings import MethodSettings
 from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Trained
 from fedge.tensors.layout import Codec, Layout, TensorInfo, unflatten

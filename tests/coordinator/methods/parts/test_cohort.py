@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 
 from coordinator.fleet.fleet import Answer
-from coordinator.methods.method import MethodSettings, dump, make, round_rng
+from coordinator.methods.catalogue import make
 from coordinator.methods.parts.cohort import ChoosingState, bandit_of, drawn, learned
+from coordinator.methods.rounds import round_rng
+from coordinator.methods.settings import MethodSettings
+from coordinator.methods.state import dump
 from coordinator.selection import ccmab
 from coordinator.selection.select import uniform
 from coordinator.simulation.rounds import run

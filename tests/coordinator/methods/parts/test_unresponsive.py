@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from coordinator.fleet.fleet import Answer
-from coordinator.methods.method import results
 from coordinator.methods.parts.unresponsive import LONGEST_REST, AskingState, ask, awake
+from coordinator.methods.rounds import results
 from coordinator.store.records import Device
 from fedge.steps.contract import Declined, Failed
 from fedge.steps.descriptions.describe_labels import DescribeLabels

@@ -134,7 +134,7 @@ def test_missing_classes_are_told(caplog: pytest.LogCaptureFixture) -> None:
 # -------------------------------------------------------------------------------------------------------- the bundle
 
 
-def write(folder: Path, files: dict[str, bytes]) -> deploy.Runtime:
+def write(folder: Path, files: dict[str, bytes]) -> deploy.runtime.Runtime:
     folder.mkdir()
     for name, data in files.items():
         (folder / name).write_bytes(data)

@@ -1,0 +1,109 @@
+"""The state of every method, which one round hands to the next, and its bytes."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from coordinator.fleet.versions import Descent
+from fedge.errors import ConfigError
+from fedge.privacy.masked_sums import Sums
+from fedge.steps.mixture.install import Installed
+from fedge.tensors.layout import Layout, from_bytes, to_bytes
+from fedge.wire.messages import BlobRef
+
+
+class RoundSummary(Struct, frozen=True, kw_only=True):
+    """One line of a run's history. `accuracy`: mean over the cohort, own validation samples, received model.
+
+    `loss`: on the samples they train on; None if the method does not ask for it.
+    """
+
+    round: int
+    asked: int
+    answered: int
+    accuracy: float | None
+    loss: float | None
+
+
+class State(Struct, frozen=True, kw_only=True):
+    """The state of every method: the rounds done, the layout, how often each device trained, the history.
+
+    `sums`: the masked sums so far. `descents`: how devices derive the models (`put_after`).
+    """
+
+    round: int
+    layout: Layout
+    participations: dict[str, int] = {}
+    history: tuple[RoundSummary, ...] = ()
+    installed: dict[str, Installed] = {}
+    sums: Sums = Sums()
+    descents: dict[str, Descent] = {}
+
+
+class ModelState(State, frozen=True, kw_only=True):
+    """State of a method with one model, `model`."""
+
+    model: BlobRef
+
+
+S = TypeVar("S", bound=State)
+
+
+def dump(state: State) -> bytes:
+    """A state as bytes: equal states give equal bytes.
+
+    Raises:
+        ConfigError: it holds what cannot be stored; the text names the field.
+    """
+    try:
+        return _dumped(state)
+    except (TypeError, ValueError, OverflowError, NotImplementedError) as error:
+        raise ConfigError(
+            f"the state of the method cannot be stored: {_culprit(state)} ({error}); numbers, texts, tuples, "
+            "dictionaries, numpy arrays, references and frozen structs of these can"
+        ) from error
+
+
+def _dumped(value: object) -> bytes:
+    arrays: dict[str, NDArray[np.generic]] = {}
+
+    def hold(value: object) -> object:
+        if isinstance(value, np.ndarray):
+            arrays[str(len(arrays))] = value
+            return str(len(arrays) - 1)
+        raise NotImplementedError(f"{type(value).__module__}.{type(value).__qualname__}")
+
+    plain = msgspec.msgpack.encode(value, enc_hook=hold, order="deterministic")
+    return msgspec.msgpack.encode((plain, to_bytes(arrays) if arrays else b""))
+
+
+def _culprit(state: State) -> str:
+    """The field of a state that cannot be stored."""
+    for field in state.__struct_fields__:
+        try:
+            _dumped(getattr(state, field))
+        except (TypeError, ValueError, OverflowError, NotImplementedError):
+            return f"field {field}"
+    return "a field"
+
+
+def load(data: bytes, kind: type[S]) -> S:
+    """The state that `dump` wrote.
+
+    Raises:
+        msgspec.DecodeError: the bytes are no state of this kind.
+    """
+    plain, packed = msgspec.msgpack.decode(data, type=tuple[bytes, bytes])
+    arrays = from_bytes(packed) if packed else {}
+
+    def give_back(_: type, key: object) -> object:
+        if str(key) not in arrays:
+            raise msgspec.DecodeError(f"{key!r} is no array")
+        return arrays[str(key)]
+
+    return msgspec.msgpack.decode(plain, type=kind, dec_hook=give_back)
