@@ -21,7 +21,8 @@ import msgspec
 from script import parser_of
 
 from coordinator.relay.cli import RelaySettings, relaying
-from coordinator.service.service import CoordinatorSettings, serve
+from coordinator.service.service import serve
+from coordinator.service.settings import CoordinatorSettings
 from coordinator.store.store import Store
 from edge_agent.agent.loop import Agent, Identity
 from edge_agent.device.worker import Worker

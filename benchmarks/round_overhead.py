@@ -112,7 +112,8 @@ async def run_coordinator(
     port: int, home: Path, model: str, agents: int, rounds: int, ways: tuple[Codec, Down], others: dict[str, int]
 ) -> dict[str, Any]:
     """`ways`: up and down. `others`: the processes whose CPU time is looked at when a round ends, by name."""
-    from coordinator.service.service import CoordinatorSettings, serve
+    from coordinator.service.service import serve
+    from coordinator.service.settings import CoordinatorSettings
     from coordinator.store.store import Store
     from coordinator.watch.state import read_summary
 

@@ -19,7 +19,8 @@ from coordinator.fleet.mqtt.fleet import outdated
 from coordinator.fleet.problems import Problem, reasons_of, told
 from coordinator.methods.options import check, method_options, resolve_options
 from coordinator.page.cli import UiSettings, page
-from coordinator.service.service import CoordinatorSettings, Observer, happened, help_out, serve
+from coordinator.service.service import Observer, happened, help_out, serve
+from coordinator.service.settings import CoordinatorSettings
 from coordinator.store.store import Store
 from coordinator.watch.options import HOME_HELP, ago, lasting
 from coordinator.watch.state import count_devices, headline, read_summary, without_bundle_because

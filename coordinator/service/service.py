@@ -8,60 +8,39 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import resource
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
-from pathlib import Path
-from types import MappingProxyType
-from typing import Annotated, Any, Final, Literal
+from typing import Any, Final
 
 import msgspec
-from msgspec import Meta
 
-from coordinator.aggregation import protection
-from coordinator.fleet import problems
 from coordinator.fleet.mqtt.fleet import MqttFleet
 from coordinator.fleet.mqtt.roles import BlobServer, Intake, begun, own_folder
 from coordinator.fleet.relayed import STEPS, RelayFleet
-from coordinator.methods import settings as methods
-from coordinator.methods.catalogue import make, method_class
-from coordinator.methods.installation import require_learned
-from coordinator.methods.method import Method, Server
-from coordinator.methods.settings import DEFAULT, MethodSettings, Option, settings_of
-from coordinator.methods.state import State, dump, load
-from coordinator.service.checks import first_model, without_profile
+from coordinator.methods.catalogue import method_class
+from coordinator.methods.method import Method
+from coordinator.methods.settings import Option
+from coordinator.methods.state import State, dump
+from coordinator.service.beginning import resumed
 from coordinator.service.proof import PROVEN, reloaded
+from coordinator.service.settings import NO_OPTIONS, CoordinatorSettings
+from coordinator.service.summary import fail_if_fruitless, finished, require_bundles, warning_daily, write_summary
 from coordinator.store.requests import Wishes, at_round, wishes_in
-from coordinator.store.store import ISSUE, RECALLED_ROUNDS, Event, Store, reading
+from coordinator.store.store import ISSUE, Event, Store
 from coordinator.watch import runs
-from coordinator.watch.state import read_summary, without_bundle_because
-from coordinator.watch.tracking import MLflow, TensorBoard
 from fedge.data.task import TaskSpec
-from fedge.errors import ConfigError, FruitlessError, StoreError
-from fedge.membership.credentials import Broker, Credentials, FederationName
-from fedge.models import weights
-from fedge.models.weights import Adapt, Allow, ModelName, TaskName, Weights, needed_on_devices
-from fedge.settings import Duration, Secret
-from fedge.system.files import write_atomically
-from fedge.system.hardware import Processor
 from fedge.system.logs import bind
 from fedge.system.malloc import tune_malloc
 from fedge.system.systemd import ready
-from fedge.system.text import Heading
-from fedge.tasks import labelled, write_task
-from fedge.tensors.codecs import encode
-from fedge.tensors.layout import Codec, Layout, unflatten
-from fedge.wire.messages import BlobRef, blobs_of
+from fedge.wire.messages import blobs_of
 
 log = logging.getLogger("fedge.coordinator")
 
 Observer = Callable[[str, dict[str, Any]], None]
 
-WARN_S: Final = 24 * 3600.0
-"""Between two warnings of a certificate that will expire."""
 TELL_S: Final = 1.0
 """Shortest time between two summaries."""
 NOTE_S: Final = 0.2
@@ -73,225 +52,6 @@ RARELY: Final = 50
 LOOK_S: Final = 0.5
 """Between two checks whether a paused run may continue."""
 NOT_ANEW: Final = "the method has no clusters that it could remake now"
-IDENTITY: Final = ("federation", "method", "task", "seed", "rounds", "options")
-"""Settings that identify a federation; `rounds`: those that it began with."""
-NO_OPTIONS: Final[Mapping[str, Option]] = MappingProxyType({})
-
-
-class CoordinatorSettings(Credentials, frozen=True, kw_only=True):
-    """Section [coordinator] of the configuration."""
-
-    broker: Broker
-    federation: FederationName
-    home: Annotated[Path, Heading.FOLDERS, "This folder holds the durable state of one coordinator."]
-    store: Annotated[
-        Secret | None,
-        Heading.FOLDERS,
-        "This database, postgresql://USER:PASSWORD@HOST/DATABASE, holds all but tensors; by default it is "
-        "HOME/store.db.",
-    ] = None
-    blobs: Annotated[
-        str | None,
-        Heading.FOLDERS,
-        "This bucket, s3://BUCKET/FOLDER, holds the tensors, for several machines; by default they are in HOME/blobs.",
-    ] = None
-    task: TaskName
-    data: Annotated[
-        Path | None, Heading.TASK, "These samples of all classes describe an image-folder or arrays task."
-    ] = None
-    model: ModelName = None
-    weights: Weights = None
-    adapt: Adapt = None
-    allow: Allow = ""
-    role: Annotated[
-        Literal["all", "intake", "blobs"],
-        Heading.RUNS,
-        "With intake or blobs this is one more process beside a coordinator, with the same settings.",
-    ] = "all"
-    method: methods.MethodName = "fedge"
-    server_data: Annotated[
-        Path | None,
-        Heading.TASK,
-        "These are labelled samples of the server, for fedcoe and fedepc: an .npz or a folder of images.",
-    ] = None
-    late_joiners: Annotated[
-        bool,
-        Heading.DEVICES,
-        "The coordinator stays after the last round and gives new devices a bundle (fedge, fedcoe), until Ctrl-C.",
-    ] = False
-    rounds: methods.Rounds = DEFAULT.rounds
-    devices: Annotated[int, Meta(ge=1), Heading.DEVICES, "Round 1 waits for this many devices."] = 1
-    participation: methods.Participation = DEFAULT.participation
-    deadline_s: Annotated[
-        Duration,
-        Heading.RUNS,
-        "One step of a round has at least this time. A device known to need longer gets longer, and one of unknown "
-        "speed five times as long for a bundle.",
-    ] = 60.0
-    min_reports: methods.MinReports = DEFAULT.min_reports
-    keep_rounds: Annotated[
-        int,
-        Meta(ge=RECALLED_ROUNDS),
-        Heading.FOLDERS,
-        "The store keeps the devices, orders and reports of this many rounds, for audits.",
-    ] = RECALLED_ROUNDS
-    seed: Annotated[int, Meta(ge=0), Heading.RUNS, "This seed decides all random numbers."] = 0
-    local_steps: methods.LocalSteps = DEFAULT.sgd.steps
-    local_epochs: methods.LocalEpochs = None
-    batch_size: methods.BatchSize = DEFAULT.sgd.batch_size
-    learning_rate: methods.LearningRate = DEFAULT.sgd.learning_rate
-    momentum: methods.Momentum = DEFAULT.sgd.momentum
-    weight_decay: methods.WeightDecay = DEFAULT.sgd.weight_decay
-    codec: methods.Encoding = DEFAULT.codec
-    down: methods.Down = DEFAULT.down
-    readmit: Annotated[
-        str,
-        Heading.DEVICES,
-        "These devices, comma-separated, leave quarantine now, and their evidence is forgotten.",
-    ] = ""
-    average: protection.AverageRule = DEFAULT.protection.average
-    hostile: protection.HostileShare = DEFAULT.protection.hostile
-    dp_epsilon: protection.DpEpsilon = DEFAULT.protection.dp_epsilon
-    dp_noise: protection.DpNoise = DEFAULT.protection.dp_noise
-    dp_delta: protection.DpDelta = DEFAULT.protection.dp_delta
-    dp_clip: protection.DpClip = DEFAULT.protection.dp_clip
-    masking: protection.Masking = DEFAULT.protection.masking
-    min_cohort: protection.MinCohort = DEFAULT.protection.min_cohort
-    ui: Annotated[
-        str | None, Heading.SERVER, "A page at HOST:PORT shows the federation in a browser, as `fedge ui` does."
-    ] = None
-    tensorboard: TensorBoard = None
-    mlflow: MLflow = None
-    train_on: Annotated[
-        Processor, Heading.RUNS, "Networks of the server's own (fedcoe) are trained and asked on this processor."
-    ] = Processor.CPU
-
-    def for_method(self, options: Mapping[str, Option] = NO_OPTIONS, last: int | None = None) -> MethodSettings:
-        """The settings for the method; `options` are its own, `last` as in `MethodSettings`."""
-        return msgspec.structs.replace(settings_of(self, self.seed, options), last=last)
-
-
-def start(
-    settings: CoordinatorSettings, task: TaskSpec, store: Store, options: Mapping[str, Option] = NO_OPTIONS
-) -> tuple[Layout, BlobRef]:
-    """Create layout and initial model, once per federation; HOME/task.json is for the devices.
-
-    Raises:
-        ConfigError: the folder belongs to a federation with other settings.
-    """
-    values = [settings.federation, settings.method, task.fingerprint(), settings.seed, settings.rounds, dict(options)]
-    identity = json.dumps(values, sort_keys=True)
-    if (kept := store.remember("identity", identity)) != identity:
-        before = zip(IDENTITY, json.loads(kept), json.loads(identity), strict=True)
-        told = "; ".join(f"{name} was {old}, is {new}" for name, old, new in before if old != new)
-        raise ConfigError(f"{settings.home} holds another federation ({told}): use another --home")
-    if store.recall("start") is None:
-        store.remember("blobs", settings.blobs or "")
-    store.require_blobs(settings.blobs)
-    write_task(task, settings.home / "task.json")
-    if (frozen := needed_on_devices(task)) is not None:
-        if frozen.digest in store.blobs:
-            weights.keep(store.blobs.get(frozen.digest))
-        else:
-            store.blobs.put(weights.read(frozen.digest))
-    known = store.recall("start")
-    if known is None:
-        lacking = without_profile(settings.method, options)
-        layout, model = first_model(task, settings.seed, lacking, settings.task, settings.data)
-        data = encode(unflatten(model, layout), Codec.FLOAT32)
-        ref = BlobRef(digest=store.blobs.put(data), size_bytes=len(data))
-        known = store.remember("start", msgspec.json.encode((layout, ref)).decode())
-    return msgspec.json.decode(known, type=tuple[Layout, BlobRef])
-
-
-class Length(msgspec.Struct, frozen=True, kw_only=True):
-    """The length of a run that was continued after its end.
-
-    total: the last value of --rounds. last: the number of the last training round, which counts earlier ends, too.
-    """
-
-    total: int
-    last: int
-
-
-def length_of(settings: CoordinatorSettings, store: Store) -> tuple[CoordinatorSettings, Length]:
-    """The settings with the original number of rounds, and the run's present length.
-
-    Raises:
-        ConfigError: the run is longer than the settings say.
-    """
-    kept, identity = store.recall("length"), store.recall("identity")
-    first = settings.rounds if identity is None else int(json.loads(identity)[IDENTITY.index("rounds")])
-    length = Length(total=first, last=first) if kept is None else msgspec.json.decode(kept, type=Length)
-    if settings.rounds < length.total:
-        raise ConfigError(
-            f"{settings.home} holds another federation (rounds was {length.total}, is {settings.rounds}): a run can get"
-            " more rounds, not fewer; use another --home"
-        )
-    return msgspec.structs.replace(settings, rounds=first), length
-
-
-def prolonged(settings: CoordinatorSettings, length: Length, method: Method[Any], state: State, store: Store) -> Length:
-    """The length after --rounds was raised. Schedules that the method derived from the rounds stay unchanged.
-
-    Raises:
-        ConfigError: the method, or its guarantee, is fixed to the original rounds; or the end is in progress.
-    """
-    if settings.rounds == length.total:
-        return length
-    if state.round >= length.last and store.snapshot(state.round + 1) is not None:
-        raise ConfigError(f"devices are being given bundles: let that end with --rounds {length.total}, then go on")
-    if settings.dp_epsilon is not None:
-        raise ConfigError("--dp-epsilon is what all rounds may spend together: more of them need another --home")
-    if method.done(state) and state.round <= length.last:
-        raise ConfigError(f"{method.name} has no rounds that it could go on with: use another --home")
-    return Length(total=settings.rounds, last=max(state.round, length.last) + settings.rounds - length.total)
-
-
-def resumed(
-    wanted: CoordinatorSettings, task: TaskSpec, store: Store, options: Mapping[str, Option]
-) -> tuple[Method[Any], Layout, BlobRef, State]:
-    """The method, the layout of its initial model, that model, and the last committed state.
-
-    Raises:
-        ConfigError: the folder belongs to another federation, or the run cannot have more rounds.
-        StoreError: what the store holds cannot be read.
-    """
-    with reading(store):
-        settings, length = length_of(wanted, store)
-    method = method_of(settings, task, options, length.last)
-    with reading(store):
-        layout, model = start(settings, task, store, options)
-    saved = store.state()
-    first = method.begin(layout, model)
-    with reading(store):
-        state = first if saved is None else load(saved, type(first))
-    if (longer := prolonged(wanted, length, method, state, store)) != length:
-        store.keep("length", msgspec.json.encode(longer).decode())
-        method = method_of(settings, task, options, longer.last)
-    return method, layout, model, state
-
-
-def method_of(
-    settings: CoordinatorSettings,
-    task: TaskSpec,
-    options: Mapping[str, Option] = NO_OPTIONS,
-    last: int | None = None,
-) -> Method[Any]:
-    """The method named in the settings, with the server data if any; `last` as in `MethodSettings`.
-
-    Raises:
-        ConfigError: no such method, or it lacks something.
-    """
-    if settings.train_on is not Processor.CPU and "" not in method_class(settings.method).SERVER_DATA:
-        raise ConfigError(
-            f"{settings.method} trains no network on the server: --train-on is for fedcoe, and for agents"
-        )
-    server_data = None if settings.server_data is None else labelled(task, settings.server_data)
-    method = make(settings.method, settings.for_method(options, last), Server(task, server_data))
-    if settings.late_joiners and not method.SERVES_LATE_JOINERS:
-        raise ConfigError(f"{settings.method} has nothing for devices that come after the end; fedge and fedcoe have")
-    return method
 
 
 class Slowly:
@@ -412,53 +172,6 @@ async def serve(
     return summary
 
 
-def fail_if_fruitless(
-    settings: CoordinatorSettings, method: Method[Any], state: State, first: BlobRef, store: Store, fleet: MqttFleet
-) -> None:
-    """End a run before its devices get bundles if the rounds of training are over and nothing was learned.
-
-    Raises:
-        FruitlessError: so it is; HOME/summary.json says it, too.
-    """
-    if state.round != method.last:
-        return
-    try:
-        require_learned(method, state, first, fleet.problems)
-    except FruitlessError as error:
-        write_summary(settings, method, state, store, fleet, failed=str(error))
-        raise
-
-
-def require_bundles(summary: Mapping[str, Any]) -> None:
-    """Log which devices have no bundle at the end of a run, and why.
-
-    Raises:
-        FruitlessError: none has one.
-    """
-    why = without_bundle_because(summary)
-    if why:
-        log.error("event=without_bundle devices=%s reason=%r", list(why), problems.told(why))
-    if not summary["installed"]:
-        raise FruitlessError("no device has a bundle" + (f": {problems.told(why)}" if why else ""))
-
-
-def finished(settings: CoordinatorSettings, method: Method[Any], state: State) -> dict[str, Any] | None:
-    """The summary of a run that an earlier process finished; None: there is work left.
-
-    Raises:
-        FruitlessError: nothing was learned, and the run has no more rounds than then.
-    """
-    with contextlib.suppress(ConfigError, StoreError):
-        summary = read_summary(settings.home)
-        if summary["rounds"] == method.last:
-            if summary.get("failed") and state.round == method.last:
-                go_on = f"to go on with this federation, start it with more rounds than {method.last} (--rounds)"
-                raise FruitlessError(f"{summary['failed']}; {go_on}")
-            if summary.get("ended") and method.done(state) and not (settings.late_joiners or settings.readmit):
-                return summary
-    return None
-
-
 def happened(event: str, fields: Mapping[str, Any], number: int) -> Event:
     """An event as stored; `number`: of the round, if the event does not give it."""
     if event == "round_done":
@@ -562,86 +275,3 @@ async def commit(store: Store, fleet: MqttFleet, number: int, state: State, seco
     spare_s = SPARE_S if fleet.busy() else 0.0
     needed = {ref.digest for ref in blobs_of(state)} | fleet.needed()
     await asyncio.to_thread(store.keep_only, needed, spare_s=spare_s)
-
-
-def write_summary(
-    settings: CoordinatorSettings,
-    method: Method[Any],
-    state: State,
-    store: Store,
-    fleet: MqttFleet,
-    *,
-    ended: bool = False,
-    failed: str = "",
-) -> dict[str, Any]:
-    """Write HOME/summary.json: the method's summary, and the counters of transport and store.
-
-    `ended`: the coordinator is about to end. `failed`: why the run ends before its devices get bundles.
-    """
-    counters, wishes = store.counters(), wishes_in(store)
-    summary = {
-        "federation": settings.federation,
-        "seed": settings.seed,
-        "privacy": method.settings.protection.promise(),
-        **method.summary(state),
-        "bytes_up": counters.get("bytes_up", 0),
-        "bytes_down": counters.get("bytes_down", 0),
-        "wall_s": counters.get("milliseconds", 0) / 1000,
-        "round_s": [round(seconds, 3) for seconds in store.round_seconds().values()],
-        "devices": dict(sorted((fleet.registry.presence() | fleet.registry.behind_relays()).items())),
-        "without_bundle": without_bundle(method, state, store),
-        "clocks": fleet.registry.wrong_clocks(),
-        "expiring": expiring(settings),
-        "quarantined": msgspec.to_builtins(fleet.quarantined),
-        "at": time.time(),
-        "fleet": fleet.registry.described(),
-        "waiting": fleet.waiting,
-        "paused": wishes.paused and not wishes.steps,
-        "retired": wishes.retired,
-        "problems": msgspec.to_builtins(dict(sorted(fleet.problems.items()))),
-        "refused": {name.removeprefix("refused."): n for name, n in counters.items() if name.startswith("refused.")},
-        "last_refused": fleet.last_refused,
-        "second": fleet.second,
-        "ended": ended,
-        "failed": failed,
-    }
-    write_atomically(settings.home / "summary.json", json.dumps(summary, indent=1).encode())
-    return summary
-
-
-def expiring(settings: CoordinatorSettings) -> list[str]:
-    """Warnings of certificates that must be renewed in the coming months."""
-    named = settings.by_files()
-    if named.ca_file is None or named.cert_file is None:
-        return []
-    from fedge.identity.certificates import now, warnings_of
-
-    try:
-        return warnings_of(Path(named.ca_file), Path(named.cert_file), now())
-    except ConfigError as error:  # it was valid at the start, and the connection stands
-        return [str(error)]
-
-
-@contextlib.asynccontextmanager
-async def warning_daily(settings: CoordinatorSettings) -> AsyncIterator[None]:
-    """Log once a day which certificates are about to expire."""
-
-    async def warn() -> None:
-        while True:
-            for text in expiring(settings):
-                log.warning("event=expires detail=%r", text)
-            await asyncio.sleep(WARN_S)
-
-    running = asyncio.create_task(warn())
-    try:
-        yield
-    finally:
-        running.cancel()
-
-
-def without_bundle(method: Method[Any], state: State, store: Store) -> list[str]:
-    """After the end: devices that trained or were in the last round and have no bundle, by ascending id."""
-    if not method.done(state):
-        return []
-    there = {device.id for device in store.snapshot(state.round) or ()}
-    return sorted((there | state.participations.keys()) - state.installed.keys())

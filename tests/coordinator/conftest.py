@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from coordinator.fleet.mqtt import checking
-from coordinator.service import service
+from coordinator.service import beginning
 from fedge.data.task import TaskSpec
 from fedge.tensors.layout import Layout, Model
 from tests.support.learners import first_model
@@ -29,5 +29,5 @@ def no_torch(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         seeds.append(seed)
         return first_model(task, seed, *rest)
 
-    monkeypatch.setattr(service, "first_model", made)
+    monkeypatch.setattr(beginning, "first_model", made)
     return seeds

@@ -21,7 +21,8 @@ from coordinator.fleet.simulated.fleet import SimulatedFleet
 from coordinator.methods.catalogue import installed_methods, make
 from coordinator.methods.method import Server
 from coordinator.methods.settings import MethodSettings
-from coordinator.service.service import CoordinatorSettings, serve
+from coordinator.service.service import serve
+from coordinator.service.settings import CoordinatorSettings
 from coordinator.simulation.rounds import run
 from coordinator.store.store import Store
 from edge_agent.agent.loop import Agent, Identity

@@ -10,7 +10,8 @@ import pytest
 
 import deploy
 from coordinator.methods.catalogue import installed_methods
-from coordinator.service.service import CoordinatorSettings, serve
+from coordinator.service.service import serve
+from coordinator.service.settings import CoordinatorSettings
 from coordinator.store.store import Store
 from export import parity
 from fedge.bundle import manifest as bundle

@@ -13,7 +13,8 @@ import pytest
 
 from coordinator.methods.baselines.fedavg import FedAvgState
 from coordinator.methods.state import load
-from coordinator.service.service import CoordinatorSettings, serve
+from coordinator.service.service import serve
+from coordinator.service.settings import CoordinatorSettings
 from coordinator.store.records import OrderStatus
 from coordinator.store.store import Store
 from edge_agent.agent.loop import Agent, Identity

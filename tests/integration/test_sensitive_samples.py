@@ -21,7 +21,8 @@ from coordinator.methods.method import Server
 from coordinator.methods.settings import MethodSettings
 from coordinator.rollout.decision import Plan, RolloutState
 from coordinator.rollout.service import Release
-from coordinator.service.service import CoordinatorSettings, serve
+from coordinator.service.service import serve
+from coordinator.service.settings import CoordinatorSettings
 from coordinator.simulation.rounds import run
 from coordinator.store.store import Store
 from deploy.updates.slots import Slots

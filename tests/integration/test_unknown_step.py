@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 import deploy
-from coordinator.service.service import CoordinatorSettings, serve
+from coordinator.service.service import serve
+from coordinator.service.settings import CoordinatorSettings
 from coordinator.store.store import Store
 from edge_agent.agent.loop import Agent, Identity
 from edge_agent.device.worker import Worker

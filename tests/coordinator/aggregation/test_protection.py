@@ -10,7 +10,7 @@ import pytest
 from coordinator.aggregation.protection import COMBINATIONS, Guard, Protection, check, table
 from coordinator.methods.catalogue import make
 from coordinator.methods.settings import MethodSettings
-from coordinator.service.service import CoordinatorSettings
+from coordinator.service.settings import CoordinatorSettings
 from coordinator.simulation.settings import Setup
 from fedge.errors import ConfigError
 from fedge.tensors.layout import Codec

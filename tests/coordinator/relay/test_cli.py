@@ -19,7 +19,8 @@ from coordinator.methods.catalogue import make
 from coordinator.methods.settings import MethodSettings
 from coordinator.methods.state import load
 from coordinator.relay.cli import RelaySettings, relaying
-from coordinator.service.service import CoordinatorSettings, serve
+from coordinator.service.service import serve
+from coordinator.service.settings import CoordinatorSettings
 from coordinator.simulation.rounds import run
 from coordinator.store.store import Store
 from edge_agent.agent.loop import Agent, Identity

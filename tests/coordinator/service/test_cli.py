@@ -24,9 +24,10 @@ from coordinator.fleet.problems import Problem
 from coordinator.methods.baselines.fedavg import FedAvgState
 from coordinator.methods.catalogue import make
 from coordinator.methods.state import RoundSummary
-from coordinator.service import service
+from coordinator.service import beginning
 from coordinator.service.cli import Progress, coordinator, look, status, until_bundles
-from coordinator.service.service import CoordinatorSettings, write_summary
+from coordinator.service.settings import CoordinatorSettings
+from coordinator.service.summary import write_summary
 from coordinator.store.store import Store
 from coordinator.watch import runs
 from fedge.commands.broker import LocalBroker
@@ -363,7 +364,7 @@ def begun(home: Path, **changes: Any) -> None:
     given = {"broker": "unused", "federation": "f", "home": home, "task": "digits", "method": "fedavg", **changes}
     settings = CoordinatorSettings(**given)
     with contextlib.closing(Store(home)) as store:
-        service.start(settings, task_spec("digits"), store)
+        beginning.start(settings, task_spec("digits"), store)
 
 
 @pytest.fixture

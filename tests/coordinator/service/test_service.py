@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import datetime as dt
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,45 +14,26 @@ import pytest
 
 from coordinator.methods.baselines.fedavg import FedAvgState
 from coordinator.methods.state import State, load
-from coordinator.service.service import (
-    CoordinatorSettings,
-    Length,
-    expiring,
-    length_of,
-    method_of,
-    prolonged,
-    resumed,
-    serve,
-    start,
-    without_bundle,
-)
-from coordinator.store.records import Device, OrderStatus
+from coordinator.service.beginning import resumed
+from coordinator.service.service import serve
+from coordinator.service.settings import CoordinatorSettings
+from coordinator.store.records import OrderStatus
 from coordinator.store.store import Store
 from coordinator.watch.state import headline, read_summary
 from fedge.commands.broker import LocalBroker
 from fedge.errors import ConfigError, FruitlessError, StoreError, TransportError
 from fedge.steps.contract import Failed
-from fedge.steps.mixture.install import Installed
 from fedge.system.files import digest_of
-from fedge.system.hardware import Processor
-from fedge.tasks import task_spec
 from fedge.tensors import codecs
-from fedge.tensors.layout import Codec, unflatten
-from fedge.wire.messages import BlobRef, Order, Why
+from fedge.tensors.layout import Codec
+from fedge.wire.messages import Order, Why
 from tests.support.device import IN_0_1, TASK, RawDevice
-from tests.support.identities import Authority
 from tests.support.learners import LAYOUT, Learner, learners
 
 WAIT_S = 300.0
 
 
 pytestmark = pytest.mark.usefixtures("no_torch")
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with contextlib.closing(Store(tmp_path / "server")) as opened:
-        yield opened
 
 
 def settings(broker: LocalBroker | None, home: Path, **changes: Any) -> CoordinatorSettings:
@@ -189,106 +168,6 @@ async def test_a_run_that_ended_goes_on_with_more_rounds_and_ends_again(
     np.testing.assert_allclose(w.params, 3 + 3 * 2, rtol=1e-5)
 
 
-def test_more_rounds_only_where_the_method_has_them_and_between_two_ends(tmp_path: Path, store: Store) -> None:
-    start(settings(None, tmp_path), TASK, store)
-
-    def longer(round_: int, *, method: str = "fedavg", **changes: Any) -> Length:
-        wanted = settings(None, tmp_path, rounds=5, method=method, **changes)
-        before, length = length_of(wanted, store)
-        made = method_of(before, TASK, last=length.last)
-        state = msgspec.structs.replace(made.init(LAYOUT, BlobRef(digest="0" * 64, size_bytes=1)), round=round_)
-        return prolonged(wanted, length, made, state, store)
-
-    assert [longer(n) for n in (1, 2, 3, 7)] == [Length(total=5, last=n) for n in (5, 5, 6, 10)]
-    with pytest.raises(ConfigError, match="--dp-epsilon is what all rounds may spend together"):
-        longer(1, dp_epsilon=1.0)
-    with pytest.raises(ConfigError, match="local has no rounds"):
-        longer(1, method="local")
-    store.begin_round(3, [], now=1.0)
-    with pytest.raises(ConfigError, match="let that end with --rounds 2, then go on"):
-        longer(2)
-
-
-@pytest.mark.parametrize("change", [{"seed": 4}, {"method": "fedge"}, {"rounds": 9}])
-def test_a_folder_of_another_federation_is_refused(tmp_path: Path, store: Store, change: dict[str, Any]) -> None:
-    start(settings(None, tmp_path), TASK, store)
-    with pytest.raises(ConfigError, match="another federation"):
-        start(settings(None, tmp_path, **change), TASK, store)
-
-
-def test_the_first_model_is_made_once(tmp_path: Path, store: Store, no_torch: list[int]) -> None:
-    layout, ref = start(settings(None, tmp_path), TASK, store)
-    assert task_spec(str(tmp_path / "task.json")) == TASK, "for the devices"
-    assert layout == LAYOUT
-    assert isinstance(ref, BlobRef)
-    first = codecs.decode(store.blobs.get(ref.digest), ref.codec, layout)
-    np.testing.assert_array_equal(unflatten(first, layout)["w"], np.full(3, 3, np.float32))
-    assert start(settings(None, tmp_path), TASK, store) == (layout, ref)
-    assert no_torch == [3]
-
-
-def test_settings_reach_the_method_and_the_transport(tmp_path: Path) -> None:
-    wanted = settings(
-        None, tmp_path, local_steps=7, learning_rate=0.5, codec=Codec.FLOAT32, min_reports=2, username="u"
-    )
-    method = wanted.for_method()
-    assert (method.rounds, method.seed, method.min_reports, method.codec) == (2, 3, 2, Codec.FLOAT32)
-    assert (method.sgd.steps, method.sgd.learning_rate) == (7, 0.5)
-    broker = wanted.at(wanted.broker)
-    assert (broker.host, broker.port, broker.username) == ("localhost", 1883, "u")
-
-
-def test_options_reach_the_method_and_make_another_federation(tmp_path: Path, store: Store) -> None:
-    values = settings(None, tmp_path, method="fedprox")
-    assert method_of(values, TASK, {"proximal_mu": 0.3}).settings.options == {"proximal_mu": 0.3}
-    kept = start(values, TASK, store, {"proximal_mu": 0.3})
-    assert start(values, TASK, store, {"proximal_mu": 0.3}) == kept
-    with pytest.raises(ConfigError, match="another federation"):
-        start(values, TASK, store, {"proximal_mu": 0.1})
-
-
-def test_the_reserved_set_reaches_the_method(tmp_path: Path) -> None:
-    task = task_spec("digits")
-    values = settings(None, tmp_path, method="fedcoe")
-    with pytest.raises(ConfigError, match="--server-data"):
-        method_of(values, task)
-    np.savez(tmp_path / "r.npz", x=np.full((30, 8, 8), 16.0), y=np.arange(30) % 10)
-    method = method_of(msgspec.structs.replace(values, server_data=tmp_path / "r.npz"), task)
-    assert sorted(method.server_data.y.tolist()) == sorted((np.arange(30) % 10).tolist())
-    np.testing.assert_allclose(method.server_data.x, (1 - 0.3053) / 0.3761, rtol=1e-5)
-
-
-def test_who_trained_or_was_there_at_the_end_and_has_no_bundle_is_named(tmp_path: Path, store: Store) -> None:
-    method = method_of(settings(None, tmp_path, rounds=1), TASK)
-    state = FedAvgState(
-        round=2,
-        layout=LAYOUT,
-        model=BlobRef(digest="0" * 64, size_bytes=1),
-        participations={"left": 1, "well": 1},
-        installed={"well": Installed(release=1)},
-    )
-    store.begin_round(2, (Device("well", 5), Device("there", 5)), 0.0)
-    assert without_bundle(method, state, store) == ["left", "there"]
-    assert without_bundle(method, msgspec.structs.replace(state, round=1), store) == [], "it has not come to its end"
-
-
-def test_a_method_without_cold_start_serves_no_late_joiners(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="fedge and fedcoe have"):
-        method_of(settings(None, tmp_path, method="fedavg", late_joiners=True), task_spec("digits"))
-
-
-def test_a_gpu_is_asked_for_only_where_the_server_trains_and_has_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with pytest.raises(ConfigError, match="trains no network on the server"):
-        method_of(settings(None, tmp_path, method="fedavg", train_on=Processor.CUDA), task_spec("digits"))
-    np.savez(tmp_path / "r.npz", x=np.zeros((20, 8, 8)), y=np.arange(20) % 10)
-    values = settings(None, tmp_path, method="fedcoe", train_on=Processor.CUDA, server_data=tmp_path / "r.npz")
-    with pytest.raises(ConfigError, match="finds no GPU here"):
-        method_of(values, task_spec("digits"))
-
-
 async def test_a_broker_that_refuses_us_ends_it(mosquitto_program: str, tmp_path: Path, store: Store) -> None:
     """Mosquitto with a password file and no password given."""
     from fedge.commands.broker import free_port
@@ -307,21 +186,6 @@ async def test_a_broker_that_refuses_us_ends_it(mosquitto_program: str, tmp_path
     finally:
         process.terminate()
         await process.wait()
-
-
-def test_what_will_lock_everybody_out_is_told_long_before(tmp_path: Path) -> None:
-    authority = Authority(tmp_path / "f")
-    values = msgspec.structs.replace(settings(None, tmp_path), identity=authority.folder / "coordinator")
-    assert expiring(values) == []
-    authority.ago = dt.timedelta(days=280)
-    authority.issuer.publish_revoked()
-    (told,) = expiring(values)
-    assert "list of revoked certificates" in told
-    assert "expires in 84 days" in told
-    assert "run `fedge provision renew`" in told
-    (authority.folder / "coordinator" / "own.crt").unlink()
-    assert "own.crt holds no certificate" in expiring(values)[0]
-    assert expiring(settings(None, tmp_path)) == []
 
 
 class Failing(Learner):
@@ -351,18 +215,3 @@ async def test_a_run_in_which_no_update_came_ends_before_anything_is_installed(
     )
     longer = settings(None, tmp_path / "server", devices=1, rounds=3)
     assert resumed(longer, TASK, store, {})[0].last == 3
-
-
-@pytest.mark.parametrize("what", ["state", "start", "length", "identity"])
-def test_a_store_that_holds_garbage_is_an_error_that_says_what_to_do(tmp_path: Path, store: Store, what: str) -> None:
-    """As a backup may, or a disk."""
-    wanted = settings(None, tmp_path / "server")
-    resumed(wanted, TASK, store, {})
-    if what == "state":
-        store._change(lambda db: db.execute("INSERT INTO states (round, body) VALUES ($1, $2)", 1, b"garbage"))
-    else:
-        store.keep(what, "garbage")
-    with pytest.raises(
-        StoreError, match=r"server holds of the run cannot be read; restore another backup, or begin anew"
-    ):
-        resumed(wanted, TASK, store, {})

@@ -3,7 +3,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from coordinator.service.service import CoordinatorSettings
+from coordinator.service.settings import CoordinatorSettings
 from coordinator.simulation.settings import (
     CompareSettings,
     DemoSettings,

@@ -10,7 +10,7 @@ import pytest
 
 from coordinator.methods.catalogue import make
 from coordinator.methods.options import resolve_options
-from coordinator.service.service import CoordinatorSettings
+from coordinator.service.settings import CoordinatorSettings
 from coordinator.simulation.run import validate
 from coordinator.simulation.settings import Scenario, SimulationSettings, TuneSettings
 from coordinator.simulation.tune import (

@@ -5,7 +5,7 @@ import msgspec
 import pytest
 
 import fedge
-from coordinator.service.service import CoordinatorSettings
+from coordinator.service.settings import CoordinatorSettings
 from coordinator.simulation.settings import SimulationSettings
 from coordinator.watch import runs
 from fedge.errors import ConfigError

@@ -14,7 +14,8 @@ from click.testing import CliRunner
 
 from coordinator.page import cli as watch_cli
 from coordinator.service import cli
-from coordinator.service.service import CoordinatorSettings, serve
+from coordinator.service.service import serve
+from coordinator.service.settings import CoordinatorSettings
 from coordinator.store.requests import act, wishes_in
 from coordinator.store.store import Event, Store
 from coordinator.watch.state import Watch, read_summary, text_of

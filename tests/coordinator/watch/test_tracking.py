@@ -12,7 +12,7 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event
 
 from coordinator.service.cli import _tracked
-from coordinator.service.service import CoordinatorSettings
+from coordinator.service.settings import CoordinatorSettings
 from coordinator.store.store import Store
 from coordinator.watch.tracking import tracking
 from fedge.errors import ConfigError

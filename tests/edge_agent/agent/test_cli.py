@@ -83,7 +83,7 @@ def test_the_example_configuration_is_right() -> None:
 
 
 def test_the_example_of_the_other_side_is_right() -> None:
-    from coordinator.service.service import CoordinatorSettings
+    from coordinator.service.settings import CoordinatorSettings
 
     settings = resolve(CoordinatorSettings, "coordinator", EXAMPLES / "edge_server.toml", {})
     agents = resolve(AgentSettings, "agent", EXAMPLES / "raspberry_pi.toml", {})

@@ -1,0 +1,152 @@
+"""What a federation begins with, or goes on from: the method, the model, the last committed state."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+
+from coordinator.methods.catalogue import make, method_class
+from coordinator.methods.method import Method, Server
+from coordinator.methods.settings import Option
+from coordinator.methods.state import State, load
+from coordinator.service.checks import first_model, without_profile
+from coordinator.service.settings import NO_OPTIONS, CoordinatorSettings
+from coordinator.store.store import Store, reading
+from fedge.data.task import TaskSpec
+from fedge.errors import ConfigError
+from fedge.models import weights
+from fedge.models.weights import needed_on_devices
+from fedge.system.hardware import Processor
+from fedge.tasks import labelled, write_task
+from fedge.tensors.codecs import encode
+from fedge.tensors.layout import Codec, Layout, unflatten
+from fedge.wire.messages import BlobRef
+
+IDENTITY: Final = ("federation", "method", "task", "seed", "rounds", "options")
+"""Settings that identify a federation; `rounds`: those that it began with."""
+
+
+def start(
+    settings: CoordinatorSettings, task: TaskSpec, store: Store, options: Mapping[str, Option] = NO_OPTIONS
+) -> tuple[Layout, BlobRef]:
+    """Create layout and initial model, once per federation; HOME/task.json is for the devices.
+
+    Raises:
+        ConfigError: the folder belongs to a federation with other settings.
+    """
+    values = [settings.federation, settings.method, task.fingerprint(), settings.seed, settings.rounds, dict(options)]
+    identity = json.dumps(values, sort_keys=True)
+    if (kept := store.remember("identity", identity)) != identity:
+        before = zip(IDENTITY, json.loads(kept), json.loads(identity), strict=True)
+        told = "; ".join(f"{name} was {old}, is {new}" for name, old, new in before if old != new)
+        raise ConfigError(f"{settings.home} holds another federation ({told}): use another --home")
+    if store.recall("start") is None:
+        store.remember("blobs", settings.blobs or "")
+    store.require_blobs(settings.blobs)
+    write_task(task, settings.home / "task.json")
+    if (frozen := needed_on_devices(task)) is not None:
+        if frozen.digest in store.blobs:
+            weights.keep(store.blobs.get(frozen.digest))
+        else:
+            store.blobs.put(weights.read(frozen.digest))
+    known = store.recall("start")
+    if known is None:
+        lacking = without_profile(settings.method, options)
+        layout, model = first_model(task, settings.seed, lacking, settings.task, settings.data)
+        data = encode(unflatten(model, layout), Codec.FLOAT32)
+        ref = BlobRef(digest=store.blobs.put(data), size_bytes=len(data))
+        known = store.remember("start", msgspec.json.encode((layout, ref)).decode())
+    return msgspec.json.decode(known, type=tuple[Layout, BlobRef])
+
+
+class Length(msgspec.Struct, frozen=True, kw_only=True):
+    """The length of a run that was continued after its end.
+
+    total: the last value of --rounds. last: the number of the last training round, which counts earlier ends, too.
+    """
+
+    total: int
+    last: int
+
+
+def length_of(settings: CoordinatorSettings, store: Store) -> tuple[CoordinatorSettings, Length]:
+    """The settings with the original number of rounds, and the run's present length.
+
+    Raises:
+        ConfigError: the run is longer than the settings say.
+    """
+    kept, identity = store.recall("length"), store.recall("identity")
+    first = settings.rounds if identity is None else int(json.loads(identity)[IDENTITY.index("rounds")])
+    length = Length(total=first, last=first) if kept is None else msgspec.json.decode(kept, type=Length)
+    if settings.rounds < length.total:
+        raise ConfigError(
+            f"{settings.home} holds another federation (rounds was {length.total}, is {settings.rounds}): a run can get"
+            " more rounds, not fewer; use another --home"
+        )
+    return msgspec.structs.replace(settings, rounds=first), length
+
+
+def prolonged(settings: CoordinatorSettings, length: Length, method: Method[Any], state: State, store: Store) -> Length:
+    """The length after --rounds was raised. Schedules that the method derived from the rounds stay unchanged.
+
+    Raises:
+        ConfigError: the method, or its guarantee, is fixed to the original rounds; or the end is in progress.
+    """
+    if settings.rounds == length.total:
+        return length
+    if state.round >= length.last and store.snapshot(state.round + 1) is not None:
+        raise ConfigError(f"devices are being given bundles: let that end with --rounds {length.total}, then go on")
+    if settings.dp_epsilon is not None:
+        raise ConfigError("--dp-epsilon is what all rounds may spend together: more of them need another --home")
+    if method.done(state) and state.round <= length.last:
+        raise ConfigError(f"{method.name} has no rounds that it could go on with: use another --home")
+    return Length(total=settings.rounds, last=max(state.round, length.last) + settings.rounds - length.total)
+
+
+def resumed(
+    wanted: CoordinatorSettings, task: TaskSpec, store: Store, options: Mapping[str, Option]
+) -> tuple[Method[Any], Layout, BlobRef, State]:
+    """The method, the layout of its initial model, that model, and the last committed state.
+
+    Raises:
+        ConfigError: the folder belongs to another federation, or the run cannot have more rounds.
+        StoreError: what the store holds cannot be read.
+    """
+    with reading(store):
+        settings, length = length_of(wanted, store)
+    method = method_of(settings, task, options, length.last)
+    with reading(store):
+        layout, model = start(settings, task, store, options)
+    saved = store.state()
+    first = method.begin(layout, model)
+    with reading(store):
+        state = first if saved is None else load(saved, type(first))
+    if (longer := prolonged(wanted, length, method, state, store)) != length:
+        store.keep("length", msgspec.json.encode(longer).decode())
+        method = method_of(settings, task, options, longer.last)
+    return method, layout, model, state
+
+
+def method_of(
+    settings: CoordinatorSettings,
+    task: TaskSpec,
+    options: Mapping[str, Option] = NO_OPTIONS,
+    last: int | None = None,
+) -> Method[Any]:
+    """The method named in the settings, with the server data if any; `last` as in `MethodSettings`.
+
+    Raises:
+        ConfigError: no such method, or it lacks something.
+    """
+    if settings.train_on is not Processor.CPU and "" not in method_class(settings.method).SERVER_DATA:
+        raise ConfigError(
+            f"{settings.method} trains no network on the server: --train-on is for fedcoe, and for agents"
+        )
+    server_data = None if settings.server_data is None else labelled(task, settings.server_data)
+    method = make(settings.method, settings.for_method(options, last), Server(task, server_data))
+    if settings.late_joiners and not method.SERVES_LATE_JOINERS:
+        raise ConfigError(f"{settings.method} has nothing for devices that come after the end; fedge and fedcoe have")
+    return method

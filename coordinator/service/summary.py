@@ -1,0 +1,162 @@
+"""HOME/summary.json, and what is said of a run at its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from coordinator.fleet import problems
+from coordinator.fleet.mqtt.fleet import MqttFleet
+from coordinator.methods.installation import require_learned
+from coordinator.methods.method import Method
+from coordinator.methods.state import State
+from coordinator.service.settings import CoordinatorSettings
+from coordinator.store.requests import wishes_in
+from coordinator.store.store import Store
+from coordinator.watch.state import read_summary, without_bundle_because
+from fedge.errors import ConfigError, FruitlessError, StoreError
+from fedge.system.files import write_atomically
+from fedge.wire.messages import BlobRef
+
+log = logging.getLogger("fedge.coordinator")
+
+WARN_S: Final = 24 * 3600.0
+"""Between two warnings of a certificate that will expire."""
+
+
+def fail_if_fruitless(
+    settings: CoordinatorSettings, method: Method[Any], state: State, first: BlobRef, store: Store, fleet: MqttFleet
+) -> None:
+    """End a run before its devices get bundles if the rounds of training are over and nothing was learned.
+
+    Raises:
+        FruitlessError: so it is; HOME/summary.json says it, too.
+    """
+    if state.round != method.last:
+        return
+    try:
+        require_learned(method, state, first, fleet.problems)
+    except FruitlessError as error:
+        write_summary(settings, method, state, store, fleet, failed=str(error))
+        raise
+
+
+def require_bundles(summary: Mapping[str, Any]) -> None:
+    """Log which devices have no bundle at the end of a run, and why.
+
+    Raises:
+        FruitlessError: none has one.
+    """
+    why = without_bundle_because(summary)
+    if why:
+        log.error("event=without_bundle devices=%s reason=%r", list(why), problems.told(why))
+    if not summary["installed"]:
+        raise FruitlessError("no device has a bundle" + (f": {problems.told(why)}" if why else ""))
+
+
+def finished(settings: CoordinatorSettings, method: Method[Any], state: State) -> dict[str, Any] | None:
+    """The summary of a run that an earlier process finished; None: there is work left.
+
+    Raises:
+        FruitlessError: nothing was learned, and the run has no more rounds than then.
+    """
+    with contextlib.suppress(ConfigError, StoreError):
+        summary = read_summary(settings.home)
+        if summary["rounds"] == method.last:
+            if summary.get("failed") and state.round == method.last:
+                go_on = f"to go on with this federation, start it with more rounds than {method.last} (--rounds)"
+                raise FruitlessError(f"{summary['failed']}; {go_on}")
+            if summary.get("ended") and method.done(state) and not (settings.late_joiners or settings.readmit):
+                return summary
+    return None
+
+
+def write_summary(
+    settings: CoordinatorSettings,
+    method: Method[Any],
+    state: State,
+    store: Store,
+    fleet: MqttFleet,
+    *,
+    ended: bool = False,
+    failed: str = "",
+) -> dict[str, Any]:
+    """Write HOME/summary.json: the method's summary, and the counters of transport and store.
+
+    `ended`: the coordinator is about to end. `failed`: why the run ends before its devices get bundles.
+    """
+    counters, wishes = store.counters(), wishes_in(store)
+    summary = {
+        "federation": settings.federation,
+        "seed": settings.seed,
+        "privacy": method.settings.protection.promise(),
+        **method.summary(state),
+        "bytes_up": counters.get("bytes_up", 0),
+        "bytes_down": counters.get("bytes_down", 0),
+        "wall_s": counters.get("milliseconds", 0) / 1000,
+        "round_s": [round(seconds, 3) for seconds in store.round_seconds().values()],
+        "devices": dict(sorted((fleet.registry.presence() | fleet.registry.behind_relays()).items())),
+        "without_bundle": without_bundle(method, state, store),
+        "clocks": fleet.registry.wrong_clocks(),
+        "expiring": expiring(settings),
+        "quarantined": msgspec.to_builtins(fleet.quarantined),
+        "at": time.time(),
+        "fleet": fleet.registry.described(),
+        "waiting": fleet.waiting,
+        "paused": wishes.paused and not wishes.steps,
+        "retired": wishes.retired,
+        "problems": msgspec.to_builtins(dict(sorted(fleet.problems.items()))),
+        "refused": {name.removeprefix("refused."): n for name, n in counters.items() if name.startswith("refused.")},
+        "last_refused": fleet.last_refused,
+        "second": fleet.second,
+        "ended": ended,
+        "failed": failed,
+    }
+    write_atomically(settings.home / "summary.json", json.dumps(summary, indent=1).encode())
+    return summary
+
+
+def expiring(settings: CoordinatorSettings) -> list[str]:
+    """Warnings of certificates that must be renewed in the coming months."""
+    named = settings.by_files()
+    if named.ca_file is None or named.cert_file is None:
+        return []
+    from fedge.identity.certificates import now, warnings_of
+
+    try:
+        return warnings_of(Path(named.ca_file), Path(named.cert_file), now())
+    except ConfigError as error:  # it was valid at the start, and the connection stands
+        return [str(error)]
+
+
+@contextlib.asynccontextmanager
+async def warning_daily(settings: CoordinatorSettings) -> AsyncIterator[None]:
+    """Log once a day which certificates are about to expire."""
+
+    async def warn() -> None:
+        while True:
+            for text in expiring(settings):
+                log.warning("event=expires detail=%r", text)
+            await asyncio.sleep(WARN_S)
+
+    running = asyncio.create_task(warn())
+    try:
+        yield
+    finally:
+        running.cancel()
+
+
+def without_bundle(method: Method[Any], state: State, store: Store) -> list[str]:
+    """After the end: devices that trained or were in the last round and have no bundle, by ascending id."""
+    if not method.done(state):
+        return []
+    there = {device.id for device in store.snapshot(state.round) or ()}
+    return sorted((there | state.participations.keys()) - state.installed.keys())
