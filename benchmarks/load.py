@@ -68,10 +68,11 @@ from fedge.system.files import BlobFolder
 from fedge.tasks import task_spec
 from fedge.tensors.codecs import encode as encode_tensors
 from fedge.tensors.layout import Layout, Model, unflatten
+from fedge.wire.connection.broker import BrokerSettings, Inbound, Will
 from fedge.wire.messages import Ack, BlobRef, Context, Order, Presence, Report, Status, Want, blobs_of, decode, encode
 from fedge.wire.topics import Topics
 from fedge.wire.transfer import Receiver
-from fedge.wire.transport import BrokerSettings, Inbound, Transport, Will
+from fedge.wire.transport import Transport
 
 TOPICS = Topics("load")
 PARTS = ("coordinator", "helpers", "broker", "herds")

@@ -30,7 +30,7 @@ from fedge.commands.broker import LocalBroker
 from fedge.data.task import TaskSpec
 from fedge.tasks import DeviceData, Partitioning, partition, pool, share_data, write_task
 from fedge.tensors.layout import Codec
-from fedge.wire.transport import BrokerSettings
+from fedge.wire.connection.broker import BrokerSettings
 
 SITES = ("north", "south")
 FEDERATION = "f"

@@ -49,8 +49,8 @@ from fedge.steps.contract import Action, Declined
 from fedge.steps.training.train import Train, Trained
 from fedge.system.files import digest_of
 from fedge.tensors.layout import Codec, Tensors, from_bytes
+from fedge.wire.connection.broker import BrokerSettings
 from fedge.wire.messages import BlobRef, Order, Why
-from fedge.wire.transport import BrokerSettings
 
 if TYPE_CHECKING:
     from coordinator.methods.settings import Down

@@ -47,10 +47,13 @@ from script import cpu_s, finish, parser_of, show
 from fedge.commands.broker import LocalBroker
 from fedge.system.files import BlobFolder, sync
 from fedge.system.malloc import tune_malloc
+from fedge.wire.connection.broker import BrokerSettings
+from fedge.wire.connection.packet_limits import LARGE_CHUNK
+from fedge.wire.connection.window import OUT_WINDOW
 from fedge.wire.messages import BlobRef, Want, decode
 from fedge.wire.topics import Topics
 from fedge.wire.transfer import Receiver, Sender
-from fedge.wire.transport import LARGE_CHUNK, OUT_WINDOW, BrokerSettings, Transport
+from fedge.wire.transport import Transport
 
 SIZES = {"1.6 MB": 1_607_104, "45 MB": 45_000_000}
 CASES = ("ceiling", "kept", "durable", "down", "up")

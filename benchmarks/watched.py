@@ -39,7 +39,7 @@ from coordinator.service.checks import first_model
 from coordinator.store.store import Store
 from fedge.commands.broker import LocalBroker, free_port
 from fedge.tasks import task_spec
-from fedge.wire.transport import BrokerSettings
+from fedge.wire.connection.broker import BrokerSettings
 
 DUE_S = 0.4
 """page.js reads so long after news."""

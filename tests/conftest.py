@@ -72,7 +72,7 @@ async def broker(
 ) -> AsyncIterator[LocalBroker]:
     """A fresh broker on a free port, once as Mosquitto (MQTT 5) and once as amqtt (3.1.1); tests may kill it."""
     if request.param == "amqtt":  # it never answers MQTT 5: no need to wait long for that in each test
-        monkeypatch.setattr("fedge.wire.transport.SILENCE_S", 0.3)
+        monkeypatch.setattr("fedge.wire.connection.connection.SILENCE_S", 0.3)
     async with local_broker(request.param, tmp_path) as running:
         yield running
 
@@ -167,7 +167,7 @@ def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def no_back_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever loses the broker tries it again at once."""
-    monkeypatch.setattr("fedge.wire.transport.BACKOFF_BASE_S", 0.0)
+    monkeypatch.setattr("fedge.wire.connection.connector.BACKOFF_BASE_S", 0.0)
 
 
 @pytest.fixture

@@ -49,8 +49,8 @@ from fedge.system.files import write_atomically
 from fedge.tasks import Partitioning, partition, write_share, write_task
 from fedge.tasks.partition import samples_of
 from fedge.tensors.layout import HEAD, Layout, Model, Tensors, flatten, from_bytes
+from fedge.wire.connection.route import parse_address
 from fedge.wire.messages import Role
-from fedge.wire.route import parse_address
 from fedge.wire.streams import connection
 
 POLL_S: Final = 0.2

@@ -21,7 +21,8 @@ from urllib.parse import unquote, urlsplit
 
 import fedge
 from fedge.errors import ConfigError, StoreError, TransportError
-from fedge.wire.transport import BrokerSettings, Transport, Will
+from fedge.wire.connection.broker import BrokerSettings, Will
+from fedge.wire.transport import Transport
 
 log = logging.getLogger("fedge.ui")
 

@@ -36,8 +36,8 @@ from fedge.system.files import digest_of, write_atomically
 from fedge.system.stopping import Stop, StoppedError
 from fedge.tensors import codecs
 from fedge.tensors.layout import Codec, Layout, Tensors, unflatten
+from fedge.wire.connection.broker import BrokerSettings
 from fedge.wire.messages import MAX_SITE, BlobRef, Order, SiteDevice
-from fedge.wire.transport import BrokerSettings
 
 log = logging.getLogger("fedge.relay")
 

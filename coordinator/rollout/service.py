@@ -29,10 +29,11 @@ from fedge.errors import ConfigError, ProtocolError
 from fedge.identity.names import Role, Subject
 from fedge.membership.signed_messages import Signed, speaker
 from fedge.system.files import digest_of, version_of
+from fedge.wire.connection.broker import BrokerSettings, Inbound
 from fedge.wire.messages import FileRef, Health, Rollout, RolloutState, decode, encode
 from fedge.wire.topics import Topics
 from fedge.wire.transfer import Sender
-from fedge.wire.transport import SHORT_SESSION_S, BrokerSettings, Inbound, Transport
+from fedge.wire.transport import SHORT_SESSION_S, Transport
 
 log = logging.getLogger("fedge.rollout")
 

@@ -37,11 +37,12 @@ from fedge.system.logs import bind, in_json, note
 from fedge.system.stopping import INTERRUPTED
 from fedge.system.text import Heading, printable
 from fedge.tasks import task_spec
+from fedge.wire.connection.broker import BrokerSettings
+from fedge.wire.connection.route import parse_address
 from fedge.wire.messages import Status, decode, is_outdated
 from fedge.wire.retained import retained
-from fedge.wire.route import parse_address
 from fedge.wire.topics import Topics
-from fedge.wire.transport import BrokerSettings, Transport
+from fedge.wire.transport import Transport
 
 log = logging.getLogger("fedge.coordinator")
 

@@ -53,9 +53,11 @@ from fedge.system.logs import bind
 from fedge.system.stopping import INTERRUPTED
 from fedge.system.systemd import ready
 from fedge.system.text import Heading
-from fedge.wire.route import parse_address
+from fedge.wire.connection.broker import BrokerSettings
+from fedge.wire.connection.connector import SLOW_RETRY_S
+from fedge.wire.connection.route import parse_address
 from fedge.wire.topics import Topics
-from fedge.wire.transport import SHORT_SESSION_S, SLOW_RETRY_S, BrokerSettings, Transport
+from fedge.wire.transport import SHORT_SESSION_S, Transport
 
 log = logging.getLogger("fedge.deploy")
 

@@ -17,8 +17,9 @@ from deploy.serving.batching import BusyError
 from deploy.serving.endpoints import Served
 from fedge.errors import ConfigError, StoreError, TooLargeError, TransportError
 from fedge.system.logs import Lines
+from fedge.wire.connection.broker import Inbound
 from fedge.wire.topics import ROOT, Topics
-from fedge.wire.transport import Inbound, Transport
+from fedge.wire.transport import Transport
 
 log = logging.getLogger("fedge.deploy")
 

@@ -39,11 +39,12 @@ from fedge.privacy.egress import Rules, WithheldError, without_figures
 from fedge.system.files import BlobFolder, digest_of, read_kept, versions_in, write_atomically
 from fedge.system.hardware import temperature_c
 from fedge.system.logs import Lines
+from fedge.wire.connection.broker import Inbound
 from fedge.wire.messages import Announcement, BlobRef, Health, Phase, Quality, Rollout, RolloutState, decode, encode
 from fedge.wire.rollout import MAX_METADATA_BYTES, takes_part
 from fedge.wire.topics import Topics
 from fedge.wire.transfer import Receiver
-from fedge.wire.transport import Inbound, Transport
+from fedge.wire.transport import Transport
 
 log = logging.getLogger("fedge.deploy")
 

@@ -60,6 +60,7 @@ from fedge.system.files import BlobFolder, highest_release, volatile
 from fedge.system.logs import Lines, bound, note
 from fedge.system.systemd import ready
 from fedge.system.text import in_words
+from fedge.wire.connection.broker import BrokerSettings, Inbound, Will
 from fedge.wire.messages import (
     Ack,
     BlobRef,
@@ -81,7 +82,7 @@ from fedge.wire.messages import (
 )
 from fedge.wire.topics import Topics
 from fedge.wire.transfer import Receiver, Sender
-from fedge.wire.transport import SHORT_SESSION_S, BrokerSettings, Inbound, Transport, Will
+from fedge.wire.transport import SHORT_SESSION_S, Transport
 
 log = logging.getLogger("fedge.agent")
 

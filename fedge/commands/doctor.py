@@ -30,10 +30,12 @@ from fedge.settings import resolve, section_of, settings_options
 from fedge.system import child
 from fedge.system.help import Command, json_option
 from fedge.system.text import Heading, host_and_port, printable
+from fedge.wire.connection.broker import BrokerSettings, Inbound
+from fedge.wire.connection.refusals import OTHER_NAME
+from fedge.wire.connection.route import ProxyError, connect
 from fedge.wire.messages import BEACON_S, Beacon, decode
-from fedge.wire.route import ProxyError, connect
 from fedge.wire.topics import Topics
-from fedge.wire.transport import OTHER_NAME, BrokerSettings, Inbound, Transport
+from fedge.wire.transport import Transport
 
 PATIENCE_S: Final = 10.0
 TORCH_S: Final = 60.0

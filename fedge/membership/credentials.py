@@ -11,8 +11,8 @@ from msgspec import Meta, Struct
 from fedge.errors import ConfigError
 from fedge.settings import ClientPrefix, Name, Secret, TopicPrefix
 from fedge.system.text import Heading
-from fedge.wire.route import Proxy, parse_address, parse_proxy
-from fedge.wire.transport import BrokerSettings
+from fedge.wire.connection.broker import BrokerSettings
+from fedge.wire.connection.route import Proxy, parse_address, parse_proxy
 
 CA: Final = "ca.crt"
 CERTIFICATE: Final = "own.crt"

@@ -22,7 +22,7 @@ from fedge.identity import certificates
 from fedge.identity.authority import out_of_date
 from fedge.identity.names import subject_of
 from fedge.settings import ClientPrefix, Name, TopicPrefix
-from fedge.wire.route import parse_address
+from fedge.wire.connection.route import parse_address
 
 SUFFIX: Final = ".kit"
 MAX_BYTES: Final = 1 << 20

@@ -20,8 +20,9 @@ from fedge.errors import ConfigError, ProtocolError, StoreError, TransportError
 from fedge.identity.authority import out_of_date
 from fedge.identity.names import Role, subject_of
 from fedge.system.files import write_atomically
+from fedge.wire.connection.broker import Inbound
 from fedge.wire.topics import Topics
-from fedge.wire.transport import Inbound, Transport
+from fedge.wire.transport import Transport
 
 if TYPE_CHECKING:
     from cryptography import x509

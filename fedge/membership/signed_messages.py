@@ -35,7 +35,8 @@ from fedge.wire.topics import Topics
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
 
-    from fedge.wire.transport import BrokerSettings, Inbound, Transport
+    from fedge.wire.connection.broker import BrokerSettings, Inbound
+    from fedge.wire.transport import Transport
 
 log = logging.getLogger("fedge.identity")
 

@@ -84,7 +84,8 @@ ROOMS: Final = {
         "sensors:hardware service:systemd stopping tether text"
     ),
     "fedge.tensors": "codec:codecs fixed_point",
-    "fedge.wire": "messages openmetrics port mqtt_client:paho reasons retained rollout route topics transfer transport",
+    "fedge.wire": "messages openmetrics port retained rollout topics transfer transport",
+    "fedge.wire.connection": "mqtt_client:paho reasons route",
 }
 """New room -> the modules that it took in from its package; `old:new` where the name changed, too."""
 

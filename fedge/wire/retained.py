@@ -8,8 +8,9 @@ from collections.abc import AsyncIterator
 from typing import Final
 
 from fedge.errors import TransportError
+from fedge.wire.connection.broker import Inbound
 from fedge.wire.topics import Topics
-from fedge.wire.transport import Inbound, Transport
+from fedge.wire.transport import Transport
 
 REACH_S: Final = 15.0
 """A broker that has not let us in by then counts as absent; one without MQTT 5 takes 2 s longer than others."""

@@ -48,9 +48,11 @@ from weakref import WeakValueDictionary
 from fedge.errors import ProtocolError, StoreError, TooLargeError, TransportError, failing_as
 from fedge.system.background import first_failure
 from fedge.system.files import BlobFolder, sync
+from fedge.wire.connection.broker import Inbound
+from fedge.wire.connection.packet_limits import LARGE_CHUNK, LEAST_PACKET, PACKET_OVERHEAD, SMALL_CHUNK
 from fedge.wire.messages import BlobRef, Want, decode, encode
 from fedge.wire.topics import Topics
-from fedge.wire.transport import LARGE_CHUNK, LEAST_PACKET, PACKET_OVERHEAD, SMALL_CHUNK, Inbound, Transport
+from fedge.wire.transport import Transport
 
 log = logging.getLogger("fedge.transfer")
 

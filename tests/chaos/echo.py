@@ -11,8 +11,9 @@ from typing import Final, Self
 
 from fedge.errors import TransportError
 from fedge.membership.signed_messages import unsealed
+from fedge.wire.connection.broker import BrokerSettings, Inbound
 from fedge.wire.topics import Topics
-from fedge.wire.transport import BrokerSettings, Inbound, Transport
+from fedge.wire.transport import Transport
 
 LEAVES: Final = ("orders", "reports", "acks", "context", "wants", "status")
 KEPT: Final = 2000

@@ -33,7 +33,7 @@ from edge_agent.device.worker import Worker
 from fedge.commands.broker import LocalBroker
 from fedge.identity.names import Role
 from fedge.steps.contract import Action
-from fedge.wire.transport import BrokerSettings
+from fedge.wire.connection.broker import BrokerSettings
 from tests.chaos import audit, disk
 from tests.chaos.echo import Echo
 from tests.chaos.network import Network

@@ -20,9 +20,9 @@ from fedge.steps.contract import installed_steps, read_action, read_result
 from fedge.tasks import task_spec
 from fedge.tensors import codecs
 from fedge.tensors.layout import Codec, TensorInfo, Tensors, from_bytes
+from fedge.wire.connection.broker import Inbound
 from fedge.wire.messages import Order, Report, blobs_of, decode
 from fedge.wire.topics import Topics
-from fedge.wire.transport import Inbound
 from tests.support.broker import transport
 from tests.support.federation import NAME, ROOT, Federation
 

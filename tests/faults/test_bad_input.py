@@ -22,6 +22,7 @@ from fedge.steps.contract import Declined, Result
 from fedge.steps.descriptions.profile import Profiled
 from fedge.system.files import digest_of
 from fedge.tensors.layout import Codec, from_bytes, to_bytes
+from fedge.wire.connection.broker import Inbound
 from fedge.wire.messages import (
     MAX_MESSAGE_BYTES,
     Ack,
@@ -39,7 +40,6 @@ from fedge.wire.messages import (
     Why,
     encode,
 )
-from fedge.wire.transport import Inbound
 from tests.support.device import RawDevice, trained
 from tests.support.federation import Federation, Running, same, settings
 from tests.support.peer import action_of

@@ -24,9 +24,10 @@ from fedge.steps.masked.mask_keys import KeysMade, MaskKeys
 from fedge.steps.masked.mask_shares import MaskShares, SharesMade
 from fedge.steps.training.train import Trained
 from fedge.tasks import DeviceData
+from fedge.wire.connection.broker import BrokerSettings, Inbound
 from fedge.wire.messages import Ack, Context, Health, Outcome, Phase, Presence, Report, Status, Want, Why, encode
 from fedge.wire.topics import Topics
-from fedge.wire.transport import BrokerSettings, Inbound, Transport
+from fedge.wire.transport import Transport
 from tests.support.device import TASK
 from tests.support.identities import Authority, OpenBroker
 from tests.support.scene import Scene, one_round, train

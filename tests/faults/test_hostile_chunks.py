@@ -10,8 +10,9 @@ from pathlib import Path
 import msgspec
 
 from fedge.commands.broker import LocalBroker
+from fedge.wire.connection.broker import Inbound
 from fedge.wire.topics import Topics
-from fedge.wire.transport import Inbound, Transport
+from fedge.wire.transport import Transport
 from tests.support.broker import transport
 from tests.support.federation import NAME, Federation
 

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from fedge.commands.cli import main
-from fedge.wire.transport import CHECK_REVOKED
+from fedge.wire.connection.refusals import CHECK_REVOKED
 from tests.support.federation import Federation, Running
 from tests.support.identities import Authority, TlsBroker
 

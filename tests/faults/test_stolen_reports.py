@@ -12,8 +12,9 @@ import pytest
 from coordinator.fleet.mqtt.fleet import TWICE
 from edge_agent.agent.loop import Agent, Identity
 from fedge.steps.training.train import Trained
+from fedge.wire.connection.broker import Inbound
 from fedge.wire.topics import Topics
-from fedge.wire.transport import Inbound, Transport
+from fedge.wire.transport import Transport
 from tests.support.device import TASK
 from tests.support.identities import Authority, TlsBroker
 from tests.support.scene import Scene, Working, one_round

@@ -64,10 +64,10 @@ from fedge.tasks.arrays import class_names, read
 from fedge.tensors import codecs
 from fedge.tensors.layout import Codec, Layout, TensorInfo, from_bytes, to_bytes
 from fedge.wire import messages
+from fedge.wire.connection.broker import BrokerSettings
 from fedge.wire.messages import Announcement, BlobRef, Order, Outcome, Report, Rollout, RolloutState
 from fedge.wire.streams import connection
 from fedge.wire.transfer import Receiving, Sending, _Part
-from fedge.wire.transport import BrokerSettings
 from tests.deploy.repository import Simulator
 from tests.deploy.served import served
 from tests.support.identities import Authority

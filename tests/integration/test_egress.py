@@ -35,9 +35,10 @@ from fedge.steps.contract import Reveals
 from fedge.steps.sgd import Sgd
 from fedge.tasks import Partitioning, Pool, device_data, partition, pool, share_data
 from fedge.tensors.layout import unflatten
+from fedge.wire.connection.broker import BrokerSettings, Inbound
 from fedge.wire.messages import Context, Status, decode
 from fedge.wire.topics import Topics
-from fedge.wire.transport import BrokerSettings, Inbound, Transport
+from fedge.wire.transport import Transport
 from tests.deploy.serve_process import process
 from tests.deploy.served import body
 

@@ -25,8 +25,8 @@ from fedge.steps.contract import Action, installed_steps
 from fedge.steps.masked.train_masked import TrainMasked
 from fedge.system.stopping import Stop, StoppedError
 from fedge.tasks import Partitioning, partition, pool, share_data
+from fedge.wire.connection.broker import BrokerSettings
 from fedge.wire.messages import Order, Outcome, Report, decode
-from fedge.wire.transport import BrokerSettings
 from tests.support.waiting import until
 
 DEVICES = tuple(f"cam{k}" for k in range(6))

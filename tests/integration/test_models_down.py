@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from fedge.commands.broker import LocalBroker
+from fedge.wire.connection.broker import Inbound
 from fedge.wire.topics import Topics
-from fedge.wire.transport import Inbound
 from tests.support.broker import transport
 from tests.support.federation import NAME
 from tests.support.sites import Sites

@@ -30,11 +30,11 @@ from fedge.data.preprocessing import apply
 from fedge.data.validation import Validation
 from fedge.system.files import digest_of
 from fedge.tasks import pool, task_spec
+from fedge.wire.connection.broker import Inbound
 from fedge.wire.messages import Announcement, FileRef, Health, Phase, Rollout, RolloutState, Want, decode, encode
 from fedge.wire.rollout import place
 from fedge.wire.topics import Topics
 from fedge.wire.transfer import Sender
-from fedge.wire.transport import Inbound
 from tests.deploy.bundles import digest, other_gate, poor_gate, variant
 from tests.deploy.repository import LATER, PAST, Simulator
 from tests.support.broker import BROKERS, local_broker, settings, transport

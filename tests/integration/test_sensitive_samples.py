@@ -40,8 +40,9 @@ from fedge.steps.contract import report_of
 from fedge.steps.sgd import Sgd
 from fedge.tasks import DeviceData, Partitioning, Pool, device_data, partition, pool, share_data
 from fedge.tensors.layout import unflatten
+from fedge.wire.connection.broker import BrokerSettings
 from fedge.wire.messages import Context, Health, Phase, Report, Status, Want, decode, encode
-from fedge.wire.transport import BrokerSettings, Transport
+from fedge.wire.transport import Transport
 from tests.deploy.bundles import source
 from tests.support.agents import agents
 from tests.support.broker import local_broker

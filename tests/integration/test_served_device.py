@@ -20,9 +20,9 @@ from deploy.updates.slots import MAX_STARTS, state_of
 from export.signing import Repository
 from fedge.bundle.manifest import read
 from fedge.commands.broker import LocalBroker
+from fedge.wire.connection.broker import Inbound
 from fedge.wire.messages import Phase, RolloutState
 from fedge.wire.topics import Topics
-from fedge.wire.transport import Inbound
 from tests.deploy.bundles import digest, other_gate, variant
 from tests.deploy.serve_process import X, ask, process
 from tests.deploy.served import body, golden, outputs

@@ -13,8 +13,10 @@ import pytest
 
 from fedge.errors import TransportError
 from fedge.identity.names import Role
+from fedge.wire.connection.broker import BrokerSettings, Inbound
+from fedge.wire.connection.refusals import CHECK_TLS
 from fedge.wire.topics import ClientRole, Topics
-from fedge.wire.transport import CHECK_TLS, BrokerSettings, Inbound, Transport
+from fedge.wire.transport import Transport
 from tests.support.federation import NAME, Federation, Running, words
 from tests.support.identities import Authority, TlsBroker
 from tests.support.waiting import until

@@ -17,7 +17,7 @@ from edge_agent.device.worker import Worker
 from fedge.commands.broker import LocalBroker
 from fedge.steps.contract import installed_steps
 from fedge.tasks import Partitioning, device_data, partition, pool, write_share
-from fedge.wire.transport import BrokerSettings
+from fedge.wire.connection.broker import BrokerSettings
 
 DEVICES = tuple(f"cam{n:02}" for n in range(12))
 LACKING = {"cam01", "cam05", "cam11"}

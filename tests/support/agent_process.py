@@ -21,8 +21,8 @@ from edge_agent.agent.loop import Agent, Identity
 from edge_agent.device.worker import Finished
 from fedge.steps.contract import Action
 from fedge.system.background import STOP_S, on_signal
+from fedge.wire.connection.broker import BrokerSettings
 from fedge.wire.messages import BlobRef, Order
-from fedge.wire.transport import BrokerSettings
 from tests.support.peer import TASK, EchoWorker
 
 

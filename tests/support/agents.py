@@ -14,7 +14,7 @@ from fedge.commands.broker import LocalBroker
 from fedge.data.task import TaskSpec
 from fedge.privacy.egress import Rules
 from fedge.tasks import DeviceData
-from fedge.wire.transport import BrokerSettings
+from fedge.wire.connection.broker import BrokerSettings
 
 
 @asynccontextmanager

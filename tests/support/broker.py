@@ -14,8 +14,10 @@ from paho.mqtt.properties import Properties
 
 from fedge.commands.broker import LocalBroker, free_port, mosquitto_config, mosquitto_path
 from fedge.system import child
-from fedge.wire.transport import BrokerSettings, Transport, Will
+from fedge.wire.connection.broker import BrokerSettings, Inbound, Will
+from fedge.wire.transport import Transport
 from tests.support.tcp import TcpServer
+from tests.support.waiting import WAIT_S
 
 BROKERS = [
     pytest.param(
@@ -76,3 +78,20 @@ async def ask(
     properties = Properties(PacketTypes.PUBLISH)
     properties.ResponseTopic, properties.CorrelationData = answer_to, correlation
     await say(broker, {"topic": topic, "payload": payload, "qos": 1, "properties": properties}, client_id=client_id)
+
+
+class Inbox:
+    """A handler that keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.queue: asyncio.Queue[Inbound] = asyncio.Queue()
+
+    async def __call__(self, message: Inbound) -> None:
+        await self.queue.put(message)
+
+    async def next(self) -> Inbound:
+        async with asyncio.timeout(WAIT_S):
+            return await self.queue.get()
+
+    async def payloads(self, n: int) -> list[bytes]:
+        return [(await self.next()).payload for _ in range(n)]

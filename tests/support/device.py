@@ -18,6 +18,7 @@ from fedge.steps.training.train import Trained
 from fedge.system.files import BlobFolder, digest_of
 from fedge.tensors import codecs
 from fedge.tensors.layout import Codec, Layout, TensorInfo
+from fedge.wire.connection.broker import Inbound
 from fedge.wire.messages import (
     Ack,
     BlobRef,
@@ -33,7 +34,6 @@ from fedge.wire.messages import (
 )
 from fedge.wire.topics import Topics
 from fedge.wire.transfer import Receiver, Sender
-from fedge.wire.transport import Inbound
 from tests.support.broker import transport
 
 TASK = TaskSpec(name="t", classes=("a", "b"), input_shape=(2,), model="mlp")

@@ -19,7 +19,7 @@ from fedge.identity.names import Role, Subject
 from fedge.membership import broker_configuration
 from fedge.membership.credentials import CA, CERTIFICATE, KEY
 from fedge.system.files import volatile, write_atomically
-from fedge.wire.transport import BrokerSettings
+from fedge.wire.connection.broker import BrokerSettings
 from tests.support.federation import NAME
 
 DAY = dt.timedelta(days=1)

@@ -21,10 +21,10 @@ from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Start, Train, Trained
 from fedge.system.files import BlobFolder, digest_of
 from fedge.tensors.layout import Codec
+from fedge.wire.connection.broker import Inbound
 from fedge.wire.messages import Ack, BlobRef, Context, Order, Presence, Report, Status, Want, Why, decode, encode
 from fedge.wire.topics import Topics
 from fedge.wire.transfer import Receiver, Sender
-from fedge.wire.transport import Inbound
 from tests.support.broker import transport
 
 TASK = TaskSpec(name="t", classes=("a", "b"), input_shape=(2,), model="mlp")

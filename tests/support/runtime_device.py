@@ -24,8 +24,9 @@ from fedge.bundle.manifest import read
 from fedge.data.preprocessing import apply
 from fedge.data.validation import Validation
 from fedge.system.files import write_atomically
+from fedge.wire.connection.broker import BrokerSettings
 from fedge.wire.topics import Topics
-from fedge.wire.transport import BrokerSettings, Transport
+from fedge.wire.transport import Transport
 from tests.deploy.bundles import GOLDEN, source
 
 FEDERATION = "test"

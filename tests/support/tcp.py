@@ -75,3 +75,25 @@ async def connections(
     """Many connections for the block."""
     async with AsyncExitStack() as stack:
         yield [await stack.enter_async_context(connection(host, port)) for _ in range(n)]
+
+
+def answering(connack: bytes):
+    """A server that answers each CONNECT with these bytes."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.write(connack)
+        await reader.read()
+
+    return TcpServer(serve)
+
+
+async def read_packet(reader: asyncio.StreamReader) -> tuple[int, bytes]:
+    """Kind and body of an MQTT packet."""
+    kind, size, shift = (await reader.readexactly(1))[0] >> 4, 0, 0
+    while True:
+        (byte,) = await reader.readexactly(1)
+        size |= (byte & 127) << shift
+        shift += 7
+        if byte < 128:
+            return kind, await reader.readexactly(size)

@@ -40,6 +40,7 @@ from fedge.steps.contract import Action, Refusal, Unsupported, read_action, read
 from fedge.system.text import in_words
 from fedge.tensors import codecs
 from fedge.tensors.layout import Codec, Layout, Model, unflatten
+from fedge.wire.connection.broker import BrokerSettings, Inbound
 from fedge.wire.messages import (
     BEACON_S,
     MAX_LEFT_S,
@@ -60,7 +61,6 @@ from fedge.wire.messages import (
 )
 from fedge.wire.topics import MODELS
 from fedge.wire.transfer import Sender
-from fedge.wire.transport import BrokerSettings, Inbound
 
 log = logging.getLogger("fedge.coordinator")
 

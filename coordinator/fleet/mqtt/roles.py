@@ -37,10 +37,11 @@ from fedge.system.background import Background
 from fedge.system.files import BlobFolder, InUseError, locked
 from fedge.system.logs import Lines
 from fedge.tensors.layout import Layout
+from fedge.wire.connection.broker import BrokerSettings, Inbound, Will
 from fedge.wire.messages import Ack, BlobRef, Order, Report, Status, Want, decode, encode
 from fedge.wire.topics import INTAKES, MODELS, Topics
 from fedge.wire.transfer import Sender
-from fedge.wire.transport import BrokerSettings, Inbound, Transport, Will
+from fedge.wire.transport import Transport
 
 log = logging.getLogger("fedge.coordinator")
 

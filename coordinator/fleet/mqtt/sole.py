@@ -24,9 +24,10 @@ from fedge.errors import ConfigError, ProtocolError, TransportError
 from fedge.identity.names import Role
 from fedge.membership.signed_messages import Plain, Signed, unsealed
 from fedge.system.text import in_words, printable
+from fedge.wire.connection.broker import BrokerSettings, Inbound
 from fedge.wire.messages import Claim, decode, encode
 from fedge.wire.topics import Topics
-from fedge.wire.transport import BrokerSettings, Inbound, Transport
+from fedge.wire.transport import Transport
 
 log = logging.getLogger("fedge.coordinator")
 

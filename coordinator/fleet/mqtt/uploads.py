@@ -21,10 +21,11 @@ from fedge.steps.masked.mask_keys import KeysMade, MaskKeys
 from fedge.system.files import BlobFolder
 from fedge.tensors import codecs
 from fedge.tensors.layout import Layout
+from fedge.wire.connection.packet_limits import SMALL_CHUNK
 from fedge.wire.messages import BlobRef, Order, Report
 from fedge.wire.topics import Topics
 from fedge.wire.transfer import Receiver
-from fedge.wire.transport import SMALL_CHUNK, Transport
+from fedge.wire.transport import Transport
 
 log = logging.getLogger("fedge.coordinator")
 

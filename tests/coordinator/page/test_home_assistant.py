@@ -18,7 +18,7 @@ from coordinator.store.store import Store
 from coordinator.watch.state import Watch, read_summary
 from fedge.commands.broker import LocalBroker
 from fedge.errors import ConfigError
-from fedge.wire.transport import Inbound
+from fedge.wire.connection.broker import Inbound
 from tests.support.broker import transport
 from tests.support.shop import EVIL, device, make_shop
 from tests.support.waiting import until

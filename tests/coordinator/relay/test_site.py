@@ -28,8 +28,8 @@ from fedge.system.stopping import never
 from fedge.tasks import Partitioning, partition, pool, share_data, task_spec
 from fedge.tensors import codecs
 from fedge.tensors.layout import Codec, Layout, TensorInfo, from_bytes, unflatten
+from fedge.wire.connection.broker import BrokerSettings
 from fedge.wire.messages import BlobRef, Order
-from fedge.wire.transport import BrokerSettings
 from tests.support.agents import agents
 from tests.support.contracts import order_of
 from tests.support.waiting import until

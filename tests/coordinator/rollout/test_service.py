@@ -14,9 +14,9 @@ from fedge.errors import ConfigError, ProtocolError
 from fedge.identity.names import Role, Subject
 from fedge.membership.signed_messages import speaker
 from fedge.system.files import digest_of
+from fedge.wire.connection.broker import BrokerSettings, Inbound
 from fedge.wire.messages import Health, Phase, RolloutState, encode
 from fedge.wire.topics import Topics
-from fedge.wire.transport import BrokerSettings, Inbound
 from tests.deploy.bundles import variant
 from tests.support.identities import Authority
 

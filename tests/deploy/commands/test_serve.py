@@ -152,8 +152,9 @@ async def test_settings_come_from_the_environment_and_the_file(tmp_path):
 async def test_http_goes_on_while_the_broker_is_away_and_sensors_are_answered_when_it_is_there(tmp_path):
     pytest.importorskip("amqtt")
     from fedge.commands.broker import LocalBroker
+    from fedge.wire.connection.broker import BrokerSettings
     from fedge.wire.topics import Topics
-    from fedge.wire.transport import BrokerSettings, Transport
+    from fedge.wire.transport import Transport
 
     async with LocalBroker("auto", home=tmp_path / "broker") as broker:
         address = f"{broker.host}:{broker.port}"

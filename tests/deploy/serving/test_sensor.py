@@ -10,8 +10,8 @@ pytest.importorskip("amqtt")  # where it is missing there are no brokers to test
 
 from deploy.serving.sensor import Sensor
 from fedge.errors import TooLargeError
+from fedge.wire.connection.broker import Inbound
 from fedge.wire.topics import Topics
-from fedge.wire.transport import Inbound
 from tests.support.broker import ask, transport
 
 from ..served import body, golden, outputs, served

@@ -37,9 +37,10 @@ from deploy.updates.trust import install_root
 from fedge.errors import StoreError, UpdateRejected
 from fedge.privacy.egress import PRIVACY_LEDGER
 from fedge.system.files import digest_of
+from fedge.wire.connection.broker import BrokerSettings, Inbound
+from fedge.wire.connection.packet_limits import SMALL_CHUNK
 from fedge.wire.messages import Announcement, FileRef, Health, Phase, Quality, Rollout, RolloutState, decode, encode
 from fedge.wire.rollout import MAX_METADATA_BYTES
-from fedge.wire.transport import SMALL_CHUNK, BrokerSettings, Inbound
 
 from ..bundles import GOLDEN, other_gate, poor_gate, source, variant
 from ..repository import Simulator

@@ -32,8 +32,8 @@ from fedge.system.background import STOP_S
 from fedge.tasks import device_data, task_spec
 from fedge.tensors.codecs import encode
 from fedge.tensors.layout import Codec, unflatten
+from fedge.wire.connection.route import Address, parse_address
 from fedge.wire.messages import BlobRef, Outcome, Presence, Why
-from fedge.wire.route import Address, parse_address
 from tests.support.broker import local_broker
 from tests.support.peer import WAIT_S, Peer, order_of, train
 from tests.support.waiting import until

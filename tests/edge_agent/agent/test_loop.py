@@ -39,6 +39,7 @@ from fedge.system.stopping import Stop
 from fedge.tensors.codecs import apply_differences
 from fedge.tensors.codecs import encode as encode_tensors
 from fedge.tensors.layout import Codec
+from fedge.wire.connection.broker import BrokerSettings
 from fedge.wire.messages import (
     MAX_LEFT_S,
     Ack,
@@ -52,7 +53,6 @@ from fedge.wire.messages import (
     Why,
     encode,
 )
-from fedge.wire.transport import BrokerSettings
 from tests.chaos.network import Network
 from tests.support.peer import TASK, WAIT_S, EchoWorker, Peer, later, order_of, train
 

@@ -31,9 +31,10 @@ from fedge.identity.names import Role, Subject
 from fedge.membership import broker_configuration
 from fedge.membership.signed_messages import Plain, Signed, speaker
 from fedge.settings import Secret
+from fedge.wire.connection.broker import BrokerSettings
 from fedge.wire.messages import Beacon, encode
 from fedge.wire.topics import Topics
-from fedge.wire.transport import BrokerSettings, Transport
+from fedge.wire.transport import Transport
 from tests.support.broker import OwnBroker
 from tests.support.identities import Authority, TlsBroker
 from tests.support.proxies import ProxyServer

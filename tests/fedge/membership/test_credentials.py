@@ -9,8 +9,8 @@ import trustme
 from fedge.errors import ConfigError
 from fedge.membership.credentials import Credentials
 from fedge.settings import Secret, resolve
-from fedge.wire.route import Proxy
-from fedge.wire.transport import BrokerSettings
+from fedge.wire.connection.broker import BrokerSettings
+from fedge.wire.connection.route import Proxy
 
 
 @pytest.fixture

@@ -17,8 +17,9 @@ from fedge.commands.broker import free_port
 from fedge.errors import TransportError
 from fedge.identity.certificates import device_subject, load_certificate, new_key, pem_of, request_of
 from fedge.membership.renewal import Renewal
+from fedge.wire.connection.broker import BrokerSettings, Inbound
 from fedge.wire.topics import Topics
-from fedge.wire.transport import BrokerSettings, Inbound, Transport
+from fedge.wire.transport import Transport
 from tests.support.broker import transport as over
 from tests.support.federation import NAME
 from tests.support.identities import Authority, TlsBroker

@@ -10,9 +10,9 @@ import pytest
 from fedge.errors import ConfigError, ProtocolError, TransportError
 from fedge.identity.names import CRL, Role, Subject
 from fedge.membership.signed_messages import MAX_ENVELOPE_BYTES, Envelope, Plain, Signed, speaker
+from fedge.wire.connection.broker import BrokerSettings
 from fedge.wire.messages import MAX_MESSAGE_BYTES
 from fedge.wire.topics import Topics
-from fedge.wire.transport import BrokerSettings
 from tests.support.clock import Clock
 from tests.support.identities import DAY, Authority, now
 

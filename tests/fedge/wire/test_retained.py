@@ -7,9 +7,10 @@ import pytest
 from fedge.commands.broker import LocalBroker
 from fedge.errors import TransportError
 from fedge.wire import retained as module
+from fedge.wire.connection.broker import BrokerSettings
 from fedge.wire.retained import retained
 from fedge.wire.topics import Topics
-from fedge.wire.transport import BrokerSettings, Transport
+from fedge.wire.transport import Transport
 
 T = Topics("kept")
 

@@ -24,6 +24,9 @@ from hypothesis import strategies as st
 
 from fedge.errors import ProtocolError, StoreError
 from fedge.system.files import BlobFolder, digest_of
+from fedge.wire.connection.broker import BrokerSettings, Inbound
+from fedge.wire.connection.packet_limits import LARGE_CHUNK
+from fedge.wire.connection.window import Publish, Window
 from fedge.wire.messages import BlobRef, Want, decode
 from fedge.wire.topics import Topics
 from fedge.wire.transfer import (
@@ -44,7 +47,7 @@ from fedge.wire.transfer import (
     Sending,
     _Part,
 )
-from fedge.wire.transport import LARGE_CHUNK, BrokerSettings, Inbound, Transport, Window, _Publish
+from fedge.wire.transport import Transport
 from tests.chaos.network import Network
 from tests.deploy.faults import no_room
 from tests.deploy.power import in_a_process_cut_off_at
@@ -53,9 +56,7 @@ from tests.support.waiting import until
 
 TOPICS = Topics("test")
 WAIT_S = 300.0
-
 # ------------------------------------------------------------------------------------------------------ ranges
-
 small_ranges = st.tuples(st.integers(0, 40), st.integers(0, 40)).map(sorted).map(tuple)
 
 
@@ -655,7 +656,7 @@ async def test_one_chunk_at_a_time_finds_out_what_a_broker_takes(mosquitto_progr
     sizes: list[int] = []
 
     class Noting(Window):
-        def sent(self, packet_id: int, publish: _Publish) -> None:
+        def sent(self, packet_id: int, publish: Publish) -> None:
             super().sent(packet_id, publish)
             sizes.extend([len(publish.payload)] if publish.chunk else [])
 

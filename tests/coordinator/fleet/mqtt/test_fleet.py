@@ -666,7 +666,7 @@ async def test_an_update_that_never_comes_is_given_up_at_the_deadline(
     await bad.report(await bad.order("train"), result)
     assert await running == {"bad": Answer("bad", None)}
     await until(lambda: not fleet._taking)  # the cancelled fetch ends
-    await until(lambda: not any("/blobs/" in topic for topic in fleet._transport._subscriptions))
+    await until(lambda: not any("/blobs/" in s.topic_filter for s in fleet._transport._subscriptions))
 
 
 async def test_why_a_device_did_not_do_its_work_is_logged_and_told_with_its_name(

@@ -16,9 +16,10 @@ from fedge.commands.broker import LocalBroker
 from fedge.errors import ConfigError
 from fedge.identity.names import Role
 from fedge.membership.signed_messages import Plain, Signed
+from fedge.wire.connection.broker import BrokerSettings, Inbound, Will
 from fedge.wire.messages import Claim, encode
 from fedge.wire.topics import Topics
-from fedge.wire.transport import BrokerSettings, Inbound, Transport, Will
+from fedge.wire.transport import Transport
 from tests.support.broker import settings, transport
 from tests.support.identities import Authority
 from tests.support.waiting import until

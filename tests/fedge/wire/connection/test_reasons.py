@@ -7,7 +7,7 @@ from paho.mqtt.packettypes import PacketTypes
 from paho.mqtt.properties import Properties
 from paho.mqtt.reasoncodes import ReasonCode
 
-from fedge.wire.reasons import MEANINGS, in_words, lacking, meaning
+from fedge.wire.connection.reasons import MEANINGS, in_words, lacking, meaning
 
 ENDS = (0x85, 0x86, 0x87, 0x8A, 0x8C, 0x8F, 0x90, 0x95, 0x99, 0x9A, 0x9B, 0x9D, 0xA1, 0xA2)
 

@@ -11,11 +11,19 @@ from typing import Any
 import pytest
 
 from fedge.errors import ConfigError
-from fedge.wire.route import Address, Proxy, ProxyError, connect, other_than_mqtt, outage, parse_address, parse_proxy
+from fedge.wire.connection.route import (
+    Address,
+    Proxy,
+    ProxyError,
+    connect,
+    other_than_mqtt,
+    outage,
+    parse_address,
+    parse_proxy,
+)
 from tests.support.proxies import ProxyServer
 from tests.support.tcp import TcpServer
-
-WAIT_S = 20.0
+from tests.support.waiting import WAIT_S
 
 
 @pytest.mark.parametrize(

@@ -17,15 +17,15 @@ from paho.mqtt.properties import Properties
 from paho.mqtt.reasoncodes import ReasonCode
 
 from fedge.system.text import host_and_port
-from fedge.wire.reasons import TOO_LARGE
-from fedge.wire.route import Address, Proxy, connect
+from fedge.wire.connection.reasons import TOO_LARGE
+from fedge.wire.connection.route import Address, Proxy, connect
 
 _REASON_AT: Final = 2
 """Of the reason code in a PUBACK, after the packet id."""
 
 
 class Client(paho.Client):
-    """Connects by `fedge.wire.route`, and masks what goes into a WebSocket 500 times as fast.
+    """Connects by `fedge.wire.connection.route`, and masks what goes into a WebSocket 500 times as fast.
 
     Mosquitto answers a message over its `message_size_limit` by a PUBACK with "packet too large", a code that MQTT 5
     does not have there. paho would hang up; here it is an answer.

@@ -11,17 +11,16 @@ from aiohttp import web
 
 from fedge.errors import TransportError
 from fedge.membership.credentials import CA, CERTIFICATE, KEY
-from fedge.wire.paho import _WebSocket
-from fedge.wire.route import parse_address, parse_proxy
-from fedge.wire.transport import BrokerSettings, Inbound, Transport, Will
+from fedge.wire.connection.broker import BrokerSettings, Inbound, Will
+from fedge.wire.connection.paho import _WebSocket
+from fedge.wire.connection.route import parse_address, parse_proxy
+from fedge.wire.transport import Transport
 from tests.support.broker import OwnBroker, ask
 from tests.support.identities import Authority
 from tests.support.proxies import ProxyServer
-from tests.support.waiting import until
+from tests.support.waiting import WAIT_S, until
 
 pytestmark = pytest.mark.usefixtures("mosquitto_program")
-
-WAIT_S = 20.0
 
 
 def unmasked(frame: bytes) -> tuple[int, bytes]:

@@ -1,0 +1,110 @@
+"""The way in: one attempt after the other, with pauses, until the broker lets us in."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from functools import partial
+from typing import Final
+
+from paho.mqtt.enums import MQTTProtocolVersion
+
+from fedge.errors import ConfigError, TransportError
+from fedge.system.background import in_daemon
+from fedge.wire.connection.broker import Caller
+from fedge.wire.connection.connection import Connection, Owner
+from fedge.wire.connection.packet_limits import LEAST_PACKET
+from fedge.wire.connection.reasons import lacking
+from fedge.wire.connection.refusals import CHECK_REVOKED, REVOKED, RefusedError, refusal_of, usual_check
+from fedge.wire.connection.route import other_than_mqtt
+
+log = logging.getLogger("fedge.transport")
+
+BACKOFF_BASE_S: Final = 0.25
+BACKOFF_CAP_S: Final = 10.0
+"""A restarted broker is found within seconds, and a thousand agents do not come back in one instant (full jitter)."""
+SLOW_AFTER: Final = 3
+SLOW_RETRY_S: Final = 60.0
+"""After so many early closes a broker is asked again every 30 to 60 s: somebody must change something."""
+
+
+def backoff_s(attempt: int, draw: float) -> float:
+    """Full jitter: the wait before attempt 1, 2, ... in [0, min(cap, base * 2^attempt)); draw in [0, 1)."""
+    return draw * min(BACKOFF_CAP_S, BACKOFF_BASE_S * 2.0 ** min(attempt, 16))
+
+
+class Connector:
+    """Makes the connections of one caller to one broker, for their owner."""
+
+    def __init__(self, caller: Caller, owner: Owner) -> None:
+        self._caller = caller
+        self._owner = owner
+        self.protocols = (MQTTProtocolVersion.MQTTv5, MQTTProtocolVersion.MQTTv311)
+        """The one that worked last, then the other one."""
+        self.connection: Connection | None = None
+        """The present one, the last one, or one that is tried."""
+        self.protocol = ""
+        """Of the current or last connection: "5" or "3.1.1"."""
+        self._was_connected = False
+
+    async def connect(self, *, patient: bool) -> Connection:
+        """Try until a broker lets us in. If not patient, a permanent refusal is raised as TransportError."""
+        attempt = closed_early = 0
+        told: set[str] = set()
+        while True:
+            attempt += 1
+            try:
+                return await self._connect_once()
+            except (RefusedError, OSError, ConfigError) as error:  # the last one: a file may just be renewed
+                failure = refusal_of(error, self._caller.settings)
+            closed_early = closed_early + 1 if failure.closed_early else 0
+            if failure.final and not patient:
+                raise TransportError(f"the broker at {self._caller.broker} refused {self._caller.client_id}: {failure}")
+            log.warning(
+                "event=connect_failed broker=%s attempt=%d reason=%r", self._caller.broker, attempt, str(failure)
+            )
+            if failure.alien and str(failure) not in told:
+                told.add(str(failure))
+                await self._say_what_to_check(patient=patient)
+            draw = random.SystemRandom().random()
+            slow = closed_early >= SLOW_AFTER
+            await asyncio.sleep(SLOW_RETRY_S * (1 + draw) / 2 if slow else backoff_s(attempt, draw))
+
+    async def _say_what_to_check(self, *, patient: bool) -> None:
+        """Log why a broker may have hung up before it let us in, or answered in no MQTT.
+
+        Raises:
+            TransportError: what answers there is no broker; not if we are patient.
+        """
+        settings, check = self._caller.settings, CHECK_REVOKED
+        if self._caller.alert != REVOKED:
+            check = await in_daemon(partial(other_than_mqtt, settings.address, settings.proxy, settings.tls))
+            if check and not patient:
+                raise TransportError(f"{self._caller.broker} does not speak MQTT with us: {check}")
+        log.error("event=closed_early broker=%s check=%r", self._caller.broker, check or usual_check(settings))
+
+    async def _connect_once(self) -> Connection:
+        """Try the protocol that worked last (at first MQTT 5), then the other one."""
+        first, second = self.protocols
+        try:
+            return await self._connect_with(first)
+        except RefusedError as error:
+            if error.final or not error.older:
+                raise
+            log.info("event=fallback client=%s reason=%r", self._caller.client_id, str(error))
+        connection = await self._connect_with(second)
+        self.protocols = (second, first)
+        return connection
+
+    async def _connect_with(self, protocol: MQTTProtocolVersion) -> Connection:
+        """One attempt. A process's first connection starts a clean session: queued messages are not for us."""
+        connection = self.connection = Connection(self._caller, self._owner, protocol, clean=not self._was_connected)
+        await connection.open()
+        if lack := lacking(connection.announced, LEAST_PACKET):
+            await connection.disconnect()
+            raise RefusedError(lack, final=True)
+        self._was_connected, self._caller.alert = True, ""
+        self.protocol = "5" if connection.is_v5 else "3.1.1"
+        log.info("event=connected client=%s protocol=%s", self._caller.client_id, self.protocol)
+        return connection
