@@ -56,7 +56,8 @@ from coordinator.service.checks import first_model
 from coordinator.store.records import OrderStatus
 from coordinator.store.store import Store
 from edge_agent.agent import session
-from edge_agent.agent.loop import FETCH_PATIENCE_S, capabilities
+from edge_agent.agent.identity import capabilities
+from edge_agent.agent.models import FETCH_PATIENCE_S
 from fedge.commands.broker import LocalBroker
 from fedge.data.task import TaskSpec
 from fedge.errors import ProtocolError

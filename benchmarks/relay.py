@@ -24,7 +24,8 @@ from coordinator.relay.cli import RelaySettings, relaying
 from coordinator.service.service import serve
 from coordinator.service.settings import CoordinatorSettings
 from coordinator.store.store import Store
-from edge_agent.agent.loop import Agent, Identity
+from edge_agent.agent.identity import Identity
+from edge_agent.agent.loop import Agent
 from edge_agent.device.worker import Worker
 from fedge.commands.broker import LocalBroker
 from fedge.data.task import TaskSpec

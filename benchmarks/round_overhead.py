@@ -96,7 +96,8 @@ class Idle:
 
 
 async def run_agent(port: int, home: Path, model: str, device_id: str) -> dict[str, float]:
-    from edge_agent.agent.loop import Agent, Identity
+    from edge_agent.agent.identity import Identity
+    from edge_agent.agent.loop import Agent
 
     identity = Identity(device_id, FEDERATION, task_of(model), n_shared=1)
     agent = Agent(identity, BrokerSettings("127.0.0.1", port), home / device_id, lambda: Idle(device_id))

@@ -13,7 +13,8 @@ import click
 
 from coordinator.fleet.relayed import STEPS
 from coordinator.relay.site import Site
-from edge_agent.agent.loop import Agent, Identity
+from edge_agent.agent.identity import Identity
+from edge_agent.agent.loop import Agent
 from fedge.membership.credentials import Credentials
 from fedge.models.weights import Allow
 from fedge.settings import CODE, Name, resolve, settings_options

@@ -100,7 +100,7 @@ class SiteFleet(MqttFleet):
 
 
 class Site:
-    """The worker of a relay (`edge_agent.agent.loop.Works`). Async context manager: inside it, the site is connected.
+    """A relay's worker (`edge_agent.agent.carrier.Works`). Async context manager: inside it, the site is connected.
 
     Args:
         broker: of the site.

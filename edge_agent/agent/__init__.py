@@ -1,9 +1,9 @@
 """The agent: a light process that stays, and a child that works.
 
-`loop` is the agent itself, around `session` (decides, without IO) and `outbox` (what must not be lost); `workplace` is
-the child with torch and the samples; `cli` is `fedge agent`. Begin with `loop`.
+`loop` is the agent itself, around `session` (decides, without IO) and `outbox` (what must not be lost); `carrier` takes
+an order to its report; `workplace` is the child with torch and the samples; `cli` is `fedge agent`. Begin with `loop`.
 """
 
 from fedge.system.moved import names_of
 
-__getattr__ = names_of(__name__, "loop")
+__getattr__ = names_of(__name__, "loop", "identity", "context", "carrier", "models", "events", "speech.voice")

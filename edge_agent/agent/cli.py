@@ -65,7 +65,9 @@ def build(settings: AgentSettings, rules: Rules, observe: Callable[[str, dict[st
     Raises:
         ConfigError: the task, the data or an address is wrong, or there is no such GPU.
     """
-    from edge_agent.agent.loop import Agent, Identity, Limits
+    from edge_agent.agent.context import Limits
+    from edge_agent.agent.identity import Identity
+    from edge_agent.agent.loop import Agent
     from edge_agent.agent.workplace import Workplace
     from fedge.steps.training.train_dp import weak_delta
 
@@ -118,7 +120,7 @@ async def _run(agent: Agent) -> None:
 
 
 def _observer(as_json: bool) -> Callable[[str, dict[str, object]], None]:
-    from edge_agent.agent.loop import ignore_event
+    from edge_agent.agent.events import ignore_event
 
     if as_json:
         return lambda event, fields: click.echo(json.dumps({"event": event, **fields}))

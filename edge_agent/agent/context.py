@@ -1,14 +1,37 @@
-"""A device's present state, mostly by psutil: the context used by selection and shown at the console."""
+"""A device's present state, mostly by psutil: used by selection, shown at the console, and a reason to decline work."""
 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+from fedge.steps.contract import Declined
 from fedge.system.hardware import temperature_c
-from fedge.wire.messages import Context
+from fedge.wire.messages import Context, Why
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """When the device declines work. None: no limit. A limit on a sensor that the device lacks is never exceeded."""
+
+    min_free_ram_gb: float | None = None
+    max_temperature_c: float | None = None
+    min_battery: float | None = None  # as a share of full charge
+
+    def excuse(self, now: Context) -> Declined | None:
+        """Why the device declines work now, or None."""
+        ram_gb, temperature_c, battery = self.min_free_ram_gb, self.max_temperature_c, self.min_battery
+        if ram_gb is not None and now.free_ram_gb is not None and now.free_ram_gb < ram_gb:
+            return Declined(why=Why.MEMORY, reason=f"free RAM {now.free_ram_gb:.2f} GB is below {ram_gb:g} GB")
+        if temperature_c is not None and now.temperature_c is not None and now.temperature_c > temperature_c:
+            text = f"temperature {now.temperature_c:.0f} C is above {temperature_c:g} C"
+            return Declined(why=Why.HOT, reason=text)
+        if battery is not None and now.battery is not None and now.battery < battery:
+            return Declined(why=Why.BATTERY, reason=f"battery {now.battery:.0%} is below {battery:.0%}")
+        return None
 
 
 def measure(device_id: str, n_samples: int, home: Path, link_mbit_s: float | None) -> Context:

@@ -79,7 +79,7 @@ class Done(Struct, frozen=True):
 
 
 class Workplace:
-    """Carries out orders (`edge_agent.agent.loop.Works`)."""
+    """Carries out orders (`edge_agent.agent.carrier.Works`)."""
 
     def __init__(self, settings: AgentSettings, digest: str) -> None:
         """`digest`: of the `samples` as the agent took them at its start; orders fail once they are others."""

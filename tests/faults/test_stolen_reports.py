@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from coordinator.fleet.mqtt.fleet import TWICE
-from edge_agent.agent.loop import Agent, Identity
+from edge_agent.agent.identity import Identity
+from edge_agent.agent.loop import Agent
 from fedge.steps.training.train import Trained
 from fedge.wire.connection.broker import Inbound
 from fedge.wire.topics import Topics
@@ -72,7 +73,7 @@ async def test_a_stolen_identity_silences_the_true_device_for_a_while_and_nobody
     scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its numbers are far ahead, so that the coordinator would refuse the true device as `replayed` from then on."""
-    monkeypatch.setattr("edge_agent.agent.loop.YIELD_BASE_S", 0.5)
+    monkeypatch.setattr("edge_agent.agent.speech.voice.YIELD_BASE_S", 0.5)
     fleet = await scene.coordinator(deadline_s=20.0)
     true = await scene.agent("cam1")
     await scene.agent("cam2")

@@ -25,7 +25,8 @@ from coordinator.service.service import serve
 from coordinator.service.settings import CoordinatorSettings
 from coordinator.simulation.rounds import run
 from coordinator.store.store import Store
-from edge_agent.agent.loop import Agent, Identity
+from edge_agent.agent.identity import Identity
+from edge_agent.agent.loop import Agent
 from edge_agent.device.worker import Worker
 from fedge.commands.broker import LocalBroker
 from fedge.models import build

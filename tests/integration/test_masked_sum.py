@@ -17,7 +17,8 @@ from coordinator.service.service import serve
 from coordinator.service.settings import CoordinatorSettings
 from coordinator.store.records import OrderStatus
 from coordinator.store.store import Store
-from edge_agent.agent.loop import Agent, Identity
+from edge_agent.agent.identity import Identity
+from edge_agent.agent.loop import Agent
 from edge_agent.device.device import Fetch
 from edge_agent.device.worker import Finished, Worker
 from fedge.commands.broker import LocalBroker

@@ -16,8 +16,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from edge_agent.agent import loop
-from edge_agent.agent.loop import Agent, Identity
+from edge_agent.agent.identity import Identity
+from edge_agent.agent.loop import Agent
+from edge_agent.agent.speech import voice
 from edge_agent.device.worker import Finished
 from fedge.steps.contract import Action
 from fedge.system.background import STOP_S, on_signal
@@ -48,7 +49,7 @@ class WatchedWorker(EchoWorker):
 async def main(host: str, port: str, home: str, yield_s: str = "30") -> None:
     """Run until SIGTERM."""
     logging.basicConfig(level=logging.INFO)
-    loop.YIELD_BASE_S = float(yield_s)  # type: ignore[misc]
+    voice.YIELD_BASE_S = float(yield_s)  # type: ignore[misc]
     folder = Path(home)
     device = Agent(
         Identity("pi", "test", TASK, n_shared=3),

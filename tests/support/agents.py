@@ -8,7 +8,8 @@ from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
-from edge_agent.agent.loop import Agent, Identity
+from edge_agent.agent.identity import Identity
+from edge_agent.agent.loop import Agent
 from edge_agent.device.worker import Worker
 from fedge.commands.broker import LocalBroker
 from fedge.data.task import TaskSpec

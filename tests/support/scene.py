@@ -10,7 +10,9 @@ from pathlib import Path
 
 from coordinator.fleet.mqtt.fleet import MqttFleet
 from coordinator.store.store import Store
-from edge_agent.agent.loop import Agent, Identity, Works
+from edge_agent.agent.carrier import Works
+from edge_agent.agent.identity import Identity
+from edge_agent.agent.loop import Agent
 from edge_agent.device.worker import Finished
 from fedge.identity.names import Role
 from fedge.steps.sgd import Sgd

@@ -23,7 +23,8 @@ from coordinator.service.service import serve
 from coordinator.service.settings import CoordinatorSettings
 from coordinator.simulation.rounds import run
 from coordinator.store.store import Store
-from edge_agent.agent.loop import Agent, Identity
+from edge_agent.agent.identity import Identity
+from edge_agent.agent.loop import Agent
 from edge_agent.device.worker import Worker
 from edge_agent.learning.batched import one_by_one
 from fedge.commands.broker import LocalBroker

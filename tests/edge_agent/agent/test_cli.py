@@ -18,7 +18,7 @@ import pytest
 from click.testing import CliRunner
 
 from edge_agent.agent.cli import build
-from edge_agent.agent.loop import ignore_event
+from edge_agent.agent.events import ignore_event
 from edge_agent.agent.settings import AgentSettings
 from fedge.commands.broker import LocalBroker
 from fedge.commands.cli import command

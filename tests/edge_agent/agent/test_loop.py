@@ -23,7 +23,10 @@ import pytest
 from coordinator.methods.parts.grouping import arm
 from coordinator.selection.ccmab import transfer_time
 from coordinator.store.records import Device
-from edge_agent.agent.loop import SPARE_DISK_BYTES, UNANSWERED, Agent, Identity, Limits, Works
+from edge_agent.agent.carrier import SPARE_DISK_BYTES, Works
+from edge_agent.agent.context import Limits
+from edge_agent.agent.identity import Identity
+from edge_agent.agent.loop import UNANSWERED, Agent
 from edge_agent.device.device import CACHED_MODELS, Fetch
 from edge_agent.device.worker import Finished
 from fedge.commands.broker import LocalBroker
@@ -468,7 +471,7 @@ async def test_an_order_whose_model_nobody_has_gives_way_to_the_next(
     one_broker: LocalBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Forged, lost, or of a coordinator whose home is gone: it may have a day, and the device goes on all the same."""
-    monkeypatch.setattr("edge_agent.agent.loop.FETCH_PATIENCE_S", 5.0)
+    monkeypatch.setattr("edge_agent.agent.models.FETCH_PATIENCE_S", 5.0)
     agent = make_agent(one_broker, tmp_path / "home", EchoWorker(), Events())
     async with Peer(one_broker, tmp_path) as peer, running(agent):
         await peer.presence(Presence.ONLINE)
@@ -805,7 +808,7 @@ async def test_a_disk_that_takes_no_more_ends_an_agent_that_speaks_again(
     def full(_: object) -> None:
         raise StoreError("the disk is full")
 
-    monkeypatch.setattr("edge_agent.agent.loop.YIELD_BASE_S", 0.1)
+    monkeypatch.setattr("edge_agent.agent.speech.voice.YIELD_BASE_S", 0.1)
     async with Peer(one_broker, tmp_path) as peer:
         agent = make_agent(one_broker, tmp_path / "home", EchoWorker(), Events())
         task = asyncio.create_task(agent.run())

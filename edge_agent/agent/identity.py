@@ -1,0 +1,59 @@
+"""Who an agent is, what it can be asked to do, and what it says of itself."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import fedge
+from fedge.data.task import TaskSpec
+from fedge.privacy.egress import Rules
+from fedge.steps.contract import Steps, installed_steps
+from fedge.wire.messages import Capabilities, Presence, SiteDevice, Status
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """The agent's name and properties.
+
+    n_shared: non-sensitive training samples (the number of sensitive ones is never sent); 0 where nothing is trained.
+    steps: what the device can be asked. site: of a relay, the devices behind it.
+    """
+
+    device_id: str
+    federation: str
+    task: TaskSpec
+    n_shared: int
+    trains: bool = True
+    steps: Steps = field(default_factory=installed_steps)
+    site: Callable[[], tuple[SiteDevice, ...]] | None = None
+
+
+def status_of(identity: Identity, presence: Presence, *, incarnation: str, release: int, rules: Rules) -> Status:
+    """What the agent says of itself, as far as the device's owner permits."""
+    status = Status(
+        device_id=identity.device_id,
+        incarnation=incarnation,
+        presence=presence,
+        task_fingerprint=identity.task.fingerprint(),
+        n_samples=identity.n_shared,
+        release=release,
+        capabilities=capabilities(trains=identity.trains, steps=identity.steps),
+        withholds=rules.withheld,
+        site=None if identity.site is None else identity.site(),
+    )
+    return rules.stripped(status)
+
+
+def capabilities(*, trains: bool, steps: Steps) -> Capabilities:
+    """The capabilities of this machine."""
+    return Capabilities(
+        trains=trains,
+        steps={name: kind.VERSION for name, kind in steps.items() if trains or not kind.TRAINS},
+        fedge_version=fedge.__version__,
+        python_version=platform.python_version(),
+        machine=platform.machine(),
+        cpu_count=os.cpu_count() or 1,
+    )

@@ -1,0 +1,156 @@
+"""What an agent says to its coordinator: it waits here until the broker takes it.
+
+While another process speaks as this device, which came later, this one is silent for a while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from edge_agent.agent.events import Events
+from fedge.errors import TransportError
+from fedge.membership.signed_messages import Plain, Signed
+from fedge.privacy.egress import Rules
+from fedge.system.text import in_words
+from fedge.wire.messages import Context, Report, Status, encode
+from fedge.wire.topics import Topics
+from fedge.wire.transport import Transport
+
+YIELD_BASE_S: Final = 30.0
+YIELD_CAP_S: Final = 600.0
+"""Of two processes that speak as one device, each is silent for 15 to 30 s when it hears the other, twice as long each
+time, at last 5 to 10 min: meanwhile the other one can work."""
+CHECK_TWIN: Final = (
+    "another process speaks as this device: a second one of this --id, a copy of its card or container, or a stolen "
+    "identity (fedge provision revoke). End one of the two; until then they take turns"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Twin:
+    """Another process that speaks as this device.
+
+    since: when it was heard first, seconds since the epoch. heard_at: the last time, by a monotonic clock. times: how
+    often we have given way in a row.
+    """
+
+    incarnation: str
+    since: float
+    heard_at: float
+    times: int
+
+
+def yield_s(times: int, draw: float) -> float:
+    """How long to be silent when another process speaks as this device, for the 1st, 2nd, ... time in a row."""
+    return min(YIELD_CAP_S, YIELD_BASE_S * 2.0 ** min(times - 1, 16)) * (1 + draw) / 2
+
+
+class Voice:
+    """Speaks as one device.
+
+    Args:
+        device_id: of the device.
+        topics: of the federation.
+        transport: to the broker.
+        signed: seals each message.
+        rules: what may leave, by the device's owner.
+        events: told of what happens.
+        after_silence: called when it may speak again, after a while of silence.
+    """
+
+    def __init__(
+        self,
+        device_id: str,
+        topics: Topics,
+        transport: Transport,
+        signed: Signed | Plain,
+        rules: Rules,
+        events: Events,
+        after_silence: Callable[[], None],
+    ) -> None:
+        self._device_id = device_id
+        self._topics = topics
+        self._transport = transport
+        self._signed = signed
+        self._rules = rules
+        self._events = events
+        self._after_silence = after_silence
+        self._outgoing: dict[str, tuple[str, bytes, bool]] = {}  # key -> topic, payload, retain
+        self._sent: Counter[str] = Counter()  # how often the broker has taken each unanswered report, by order
+        self._something_waits = asyncio.Event()
+        self._twin: Twin | None = None
+        self._silence: asyncio.TimerHandle | None = None  # until when we give way to it
+
+    @property
+    def silent(self) -> bool:
+        """Whether we give way to another process."""
+        return self._silence is not None
+
+    def send(self, message: Status | Context | Report) -> None:
+        """Queue a message; it replaces one with the same key, so the queue is bounded."""
+        if self.silent:
+            return
+        leaf = {Status: "status", Context: "context", Report: "reports"}[type(message)]
+        key = message.order_id if isinstance(message, Report) else leaf
+        topic = self._topics.agent(self._device_id, leaf)
+        self._outgoing[key] = (topic, encode(self._rules.stripped(message)), isinstance(message, Status))
+        self._something_waits.set()
+
+    def forget(self, order_id: str) -> None:
+        """Send no more of a report."""
+        self._outgoing.pop(order_id, None)
+        self._sent.pop(order_id, None)
+
+    def times_sent(self, order_id: str) -> int:
+        """How often the broker has taken the report of an order."""
+        return self._sent[order_id]
+
+    async def publish_what_waits(self, unanswered: Callable[[str], bool]) -> None:
+        """Publish messages one after the other, for ever. `unanswered`: whether the report of this order still is."""
+        while True:
+            await self._something_waits.wait()
+            self._something_waits.clear()
+            while self._outgoing:
+                key = next(iter(self._outgoing))
+                topic, payload, retain = self._outgoing.pop(key)
+                try:
+                    await self._transport.publish(topic, self._signed.seal(topic, payload), retain=retain)
+                    if unanswered(key):
+                        self._sent[key] += 1
+                except TransportError as error:
+                    # The broker's rules forbid this one; important messages are repeated, and the operator sees the
+                    # reason.
+                    self._events.say("publish_refused", logging.ERROR, topic=topic, detail=str(error))
+
+    def give_way(self, incarnation: str) -> None:
+        """Say nothing as this device for a while: another process does, which came later."""
+        now = time.monotonic()
+        lasts = self._twin is not None and now - self._twin.heard_at < 2 * YIELD_CAP_S
+        before = self._twin if lasts else None
+        since = time.time() if before is None or before.incarnation != incarnation else before.since
+        self._twin = Twin(incarnation, since, now, 1 if before is None else before.times + 1)
+        wait = yield_s(self._twin.times, random.SystemRandom().random())
+        self._events.say(
+            "twin",
+            logging.ERROR,
+            incarnation=incarnation,
+            since=in_words(since),
+            again_in_s=round(wait),
+            check=CHECK_TWIN,
+        )
+        self.end_silence()
+        self._outgoing.clear()
+        self._silence = asyncio.get_running_loop().call_later(wait, self._after_silence)
+
+    def end_silence(self) -> None:
+        """Speak again, without what was to follow."""
+        if self._silence is not None:
+            self._silence.cancel()
+            self._silence = None
