@@ -49,7 +49,8 @@ def demo(config: Path | None, options: tuple[str, ...], json_file: Path | None, 
     check_partitioning(settings)
     from coordinator.demo.run import run  # what it needs is missed at once
     from coordinator.simulation.reports.outcome import megabytes
-    from coordinator.simulation.reports.report import of_demo, show, write_results
+    from coordinator.simulation.reports.report import of_demo, write_results
+    from coordinator.simulation.reports.terminal import show
 
     folder = runs.new_folder(settings.out, "demo").absolute()
     settings = msgspec.structs.replace(settings, out=folder, method=name)

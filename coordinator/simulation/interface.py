@@ -26,16 +26,11 @@ from coordinator.simulation import compare as comparing
 from coordinator.simulation import run as running
 from coordinator.simulation.compare import scenario_of
 from coordinator.simulation.reports.comparison import Comparison
+from coordinator.simulation.reports.markup import table
 from coordinator.simulation.reports.outcome import Cost, RunOutcome, cost_of
-from coordinator.simulation.reports.report import (
-    in_a_notebook,
-    lines_of,
-    of_comparison,
-    of_run,
-    run_lead,
-    table,
-    write_results,
-)
+from coordinator.simulation.reports.report import in_a_notebook, of_comparison, of_run, write_results
+from coordinator.simulation.reports.terminal import lines_of
+from coordinator.simulation.reports.words import run_lead
 from coordinator.simulation.run import Watch
 from coordinator.simulation.settings import (
     CompareSettings,

@@ -73,7 +73,8 @@ def compare(config: Path | None, json_file: Path | None, **flags: object) -> Non
     settings = resolve(CompareSettings, "compare", config, flags)
     check_partitioning(settings)
     from coordinator.simulation.interface import compared
-    from coordinator.simulation.reports.report import FILES, show
+    from coordinator.simulation.reports.report import FILES
+    from coordinator.simulation.reports.terminal import show
 
     out = settings.out or named_by_time("compare")
     comparison = compared(settings, out, partial(click.echo, err=True), json_file)

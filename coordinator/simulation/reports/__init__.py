@@ -1,4 +1,5 @@
 """The results of runs and comparisons, and their pages.
 
-`outcome` and `comparison` are the figures, `plots` and `report` show them. Begin with `outcome`.
+`outcome` and `comparison` are the figures. `report` shows them on a page of `markup` and `plots`, `terminal` as text;
+`words` says settings and figures. Begin with `outcome`.
 """

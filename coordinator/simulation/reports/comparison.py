@@ -93,7 +93,7 @@ class Comparison(Struct, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         """What `fedge compare` prints."""
-        from coordinator.simulation.reports.report import show
+        from coordinator.simulation.reports.terminal import show
 
         with (console := Console(no_color=True)).capture() as shown:
             show(self, console)
@@ -102,7 +102,9 @@ class Comparison(Struct, frozen=True, kw_only=True):
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        from coordinator.simulation.reports.report import headings, in_a_notebook, lead, row, table
+        from coordinator.simulation.reports.markup import table
+        from coordinator.simulation.reports.report import headings, in_a_notebook, row
+        from coordinator.simulation.reports.words import lead
 
         return in_a_notebook(lead(self), table(headings(self), map(row, self.methods)), self.runs)
 

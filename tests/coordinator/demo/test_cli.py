@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from coordinator.simulation.reports.report import of_demo, table_of
+from coordinator.simulation.reports.report import of_demo
+from coordinator.simulation.reports.terminal import table_of
 from fedge.commands.cli import command, main
 from tests.support.demo import WAYS, a_demonstration
 

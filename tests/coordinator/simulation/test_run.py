@@ -7,7 +7,7 @@ from coordinator.methods.catalogue import installed_methods, make
 from coordinator.methods.method import Server
 from coordinator.simulation.federation import partition_samples
 from coordinator.simulation.reports.outcome import DeviceOutcome, RunOutcome, worst_decile
-from coordinator.simulation.reports.report import lines_of
+from coordinator.simulation.reports.terminal import lines_of
 from coordinator.simulation.run import of_bundles, run_on, simulate, validate
 from coordinator.simulation.settings import Scenario
 from edge_agent.privacy.dp_ledger import Ledger

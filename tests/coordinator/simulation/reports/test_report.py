@@ -1,33 +1,23 @@
 import json
 import re
 from html.parser import HTMLParser
-from io import StringIO
 from pathlib import Path
-
-import pytest
-from rich.console import Console
 
 from coordinator.simulation.compare import compare_runs
 from coordinator.simulation.reports import plots
-from coordinator.simulation.reports.outcome import SPENT, Cost
+from coordinator.simulation.reports.outcome import Cost
 from coordinator.simulation.reports.report import (
-    axis,
-    cost,
-    demo_lead,
     headings,
-    lead,
-    legend_of,
-    lines_of,
     of_comparison,
     of_demo,
     of_run,
     own_rows,
     row,
     seed_row,
-    setting_of,
-    table_of,
     write_results,
 )
+from coordinator.simulation.reports.terminal import legend_of, lines_of, table_of
+from coordinator.simulation.reports.words import cost
 from coordinator.simulation.settings import Scenario
 from tests.support.comparison import a_comparison, a_run
 from tests.support.demo import a_demonstration
@@ -63,22 +53,6 @@ def test_late_joiners_have_a_column_where_there_are_any() -> None:
     assert "training was over" in legend_of(some)
     assert ("late joiners", "60.0 %  over 0 devices") in lines_of(runs[0], None)
     assert len(headings(a_comparison())) == len(row(a_comparison().methods[0])) == len(headings(some)) - 1
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({}, "Dirichlet, α 1"),
-        ({"iid_share": 0.2}, "Dirichlet, α 1, 20% spread evenly"),
-        ({"partition": "groups", "groups": "labels"}, "4 groups by labels, α 1"),
-        ({"partition": "shards", "iid_share": 0.2}, "2 shards, 20% spread evenly"),
-        ({"partition": "natural"}, "people"),
-        ({"partition": "iid"}, "no skew"),
-        ({"partition": "generated"}, "made by number, turned in 4 groups, α 1"),
-    ],
-)
-def test_the_setting_in_words(changes: dict, words: str) -> None:
-    assert setting_of(Scenario(**changes)) == words
 
 
 class Page(HTMLParser):
@@ -122,72 +96,6 @@ def test_the_page_needs_nothing_else(tmp_path: Path) -> None:
     assert "$" not in text
 
 
-def test_the_lead_tells_the_setting() -> None:
-    text = lead(a_comparison(2))
-    assert "2 simulated devices" in text
-    assert "seeds 0, 1" in text
-    assert "78.4%" in text
-
-
-def test_what_minimum_sizes_took_is_said_by_seed() -> None:
-    took = {0: {"draws": 1, "moved": 0}, 1: {"draws": 7, "moved": 0}, 2: {"draws": 100, "moved": 15}}
-    runs = [a_run(m, seed, **took[seed]) for seed in took for m in ("m", "n")]
-    found = compare_runs(Scenario(), runs, ["m", "n"], tuple(took), "m", None)
-    text = "enough samples: seed 1: 7 draws, 0 samples moved; seed 2: 100 draws, 15 samples moved."
-    assert text in lead(found)
-    assert text in of_comparison(found).page
-    assert text in legend_of(found)
-    for plain in (a_comparison(2), compare_runs(Scenario(), [a_run("m", 0, **took[0])], ["m"], (0,), "m", None)):
-        assert "than requested" not in lead(plain) + legend_of(plain), "not needed, or of a folder that does not say"
-
-
-def test_the_table_fits_eighty_columns() -> None:
-    console = Console(width=80, record=True, file=StringIO())
-    console.print(table_of(a_comparison(2)))
-    lines = [" ".join(line.split()) for line in console.export_text().splitlines()]
-    assert "method accuracy − base − best worst F1 global MB r s" in lines
-    assert "m1 82.5 ±0.7 +2.0 ±0.0 +2.0 ±0.0 73.5 72.5 70.0 3.0 30 6.0" in lines
-    assert "to m0" in legend_of(a_comparison(2))
-
-
-def test_names_of_variants_can_be_read_in_eighty_columns() -> None:
-    name = "fedepc:selection=fastest:clustering=k-means"
-    runs = [a_run(method, seed, cold_start=0.6) for seed in (0, 1) for method in ("local", name)]
-    console = Console(width=80, record=True, file=StringIO())
-    console.print(table_of(compare_runs(Scenario(late_joiners=1), runs, ["local", name], (0, 1), "local", None)))
-    text = console.export_text()
-    assert "80.0 ±0.0" in text
-    parts = [line.split()[0] for line in text.splitlines() if line and line[0] not in "ml─"]
-    assert "".join(parts) == name
-    assert len(parts) <= 3
-
-
-def test_a_single_run_in_lines() -> None:
-    lines = dict(lines_of(a_run(split=True, clusters={"0": ("a",), "1": ("b",)}), 0.9))
-    assert lines["accuracy"] == "80.0 %  ± 5.0 over 2 devices"
-    assert lines["experts"] == "2 clusters"
-    assert lines["until 90.0 %"] == "not reached"
-    assert lines["bundles"] == "2 of 2, torch − ONNX Runtime <= 3e-07"
-    assert dict(lines_of(a_run(global_accuracy=None), None))["global accuracy"] == "–"
-    assert dict(lines_of(a_run(details={"silhouette": 0.561}), None))["silhouette"] == "0.56"
-
-
-def test_every_table_of_a_page_can_be_scrolled_by_itself() -> None:
-    outcome = a_run()
-    run = of_run(outcome, Scenario()).page
-    for text in (of_comparison(a_comparison(3)).page, of_demo(a_demonstration()).page, run):
-        assert text.count("<table>") == len(re.findall('<div class="scroll( wide)?" tabindex="0"><table>', text)) > 0
-        assert text.count("scroll wide") == sum(part.count('scope="col"') > 4 for part in text.split("<table>"))
-    assert "sideways" not in a_comparison(3)._repr_html_(), "a notebook is no phone"
-
-
-@pytest.mark.parametrize(("accuracy", "words"), [(0.8, "begins at 70%"), (0.15, "begins at zero")])
-def test_the_caption_says_where_the_axis_begins(accuracy: float, words: str) -> None:
-    found = compare_runs(Scenario(), [a_run("m", 0, accuracy)], ["m"], (0,), "m", None)
-    assert words in of_comparison(found).page
-    assert words in axis(plots.floor_of([accuracy]))
-
-
 def test_the_report_of_a_run_has_its_figures_its_curves_and_its_devices() -> None:
     outcome = a_run()
     text = of_run(outcome, Scenario()).page
@@ -206,20 +114,6 @@ def test_a_notebook_shows_the_table_and_the_curves() -> None:
     assert "<svg" in shown
     assert "var(" not in shown
     assert all(cell in shown for cell in row(a_comparison(2).methods[1]))
-
-
-def test_what_private_methods_have_spent_is_told_below_the_table() -> None:
-    name = f"{SPENT} (delta 1e-05)"
-    runs = [a_run(method, seed, details={name: 3.0 + seed}) for seed in (0, 1) for method in ("a", "b")]
-    found = compare_runs(Scenario(), runs, ["a", "b"], (0, 1), "a", None)
-    assert "epsilon spent (delta 1e-05), the most of a device: a 4.00, b 4.00" in str(found)
-
-
-def test_a_script_prints_the_table_and_what_its_columns_mean() -> None:
-    shown = str(a_comparison(2))
-    assert all(cell in shown for cell in row(a_comparison(2).methods[1])[:2])
-    assert shown.endswith("deviation over the devices")
-    assert all(line.isprintable() for line in shown.splitlines())
 
 
 def test_the_report_of_a_demo_needs_nothing_from_outside() -> None:
@@ -299,16 +193,3 @@ def test_a_method_without_updates_to_compare_has_no_map() -> None:
     html = of_demo(a_demonstration(split=False, places={})).page
     assert html.count("<svg") == 2
     assert "compares no updates" in html
-
-
-@pytest.mark.parametrize(("split", "words"), [(True, "2 clusters with a model each"), (False, "no clusters")])
-def test_the_lead_of_a_demo_says_whether_there_was_a_split(split: bool, words: str) -> None:
-    assert words in demo_lead(a_demonstration(split=split))
-
-
-@pytest.mark.parametrize(("split", "words"), [(True, "2 clusters with a model each"), (False, "It made no clusters")])
-def test_the_lead_of_a_demo_tells_of_no_trial_where_there_was_none(split: bool, words: str) -> None:
-    text = demo_lead(a_demonstration(split=split, learned_by="fedepc"))
-    assert words in text
-    assert "trial" not in text
-    assert "better" not in text
