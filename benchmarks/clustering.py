@@ -40,7 +40,8 @@ def one(algorithm: str, n: int, noise: float) -> dict[str, float]:
     from sklearn.metrics import adjusted_rand_score
 
     from coordinator.clustering.aidc import aidc, class_unit
-    from coordinator.clustering.mctc import embedding, mctc
+    from coordinator.clustering.geometry import embedding
+    from coordinator.clustering.mctc import mctc
 
     rng = np.random.default_rng(0)
     group = np.arange(n) % N_GROUPS

@@ -51,7 +51,7 @@ from torch import nn
 
 from benchmarks.default_method import ablated
 from benchmarks.steps.ablated_mixture import FitAblatedMixture
-from coordinator.clustering import mctc
+from coordinator.clustering import geometry
 from coordinator.methods.papers.scmoe_pfl import Parameters, ScmoePfl, ScmoeState
 from coordinator.simulation.reports.outcome import RunOutcome
 from fedge.data.task import TaskSpec
@@ -163,7 +163,7 @@ class Centred(Variant):
 
     def embedding(self, directions: Floats) -> NDArray[np.float64]:
         centring = np.eye(len(directions)) - 1 / len(directions)
-        return mctc.embed(centring @ mctc.gram(directions) @ centring)
+        return geometry.embed(centring @ geometry.gram(directions) @ centring)
 
 
 CLUSTERINGS = {

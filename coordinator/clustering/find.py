@@ -15,7 +15,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.clustering import aidc, mctc
+from coordinator.clustering import aidc, geometry, mctc
 from coordinator.clustering.aidc import Clusters
 from coordinator.clustering.mctc import Found
 from coordinator.clustering.rivals import agglomerative, kmeans
@@ -62,7 +62,7 @@ class Directions:
 
     def distances(self) -> Vectors:
         """1 - cosine, (N, N)."""
-        away = 1.0 - mctc.similarity(self.vectors)
+        away = 1.0 - geometry.similarity(self.vectors)
         np.fill_diagonal(away, 0.0)  # of a row of zeros, too
         return away
 

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
-from coordinator.clustering import mctc
+from coordinator.clustering import geometry
 from coordinator.fleet.fleet import Answer, Fleet, Seen, asked, checked, require_sendable
 from coordinator.fleet.sites import Note, SiteMean, SiteSums
 from fedge.errors import MALFORMED, ConfigError, ProtocolError
@@ -125,7 +125,7 @@ class Relay(Action, frozen=True, kw_only=True):
 class Summed(Result, frozen=True, kw_only=True):
     """`means`: of each cluster, float32; None if the site has nothing for it. `missing`: devices with lost updates.
 
-    `directions`: float32, by device (`mctc.direction`).
+    `directions`: float32, by device (`geometry.direction`).
     """
 
     REVEALS: ClassVar = {"means": Reveals.UPDATE, "missing": Reveals.NOTHING, "directions": Reveals.UPDATE}
@@ -352,7 +352,7 @@ class RelayFleet(Fleet):
                 found.append(SiteMean(k, self._fleet.get(ref, wanted.layout), tuple(f"{via}.{i}" for i in of)))
         if result.directions is not None:
             d = wanted.layout.n_params
-            shape = (d if d <= mctc.LARGE else mctc.PROJECTED,)
+            shape = (d if d <= geometry.LARGE else geometry.PROJECTED,)
             for name, direction in sorted(from_bytes(self.get_bytes(result.directions)).items()):
                 if name in wanted.directions and direction.shape == shape and bool(np.isfinite(direction).all()):
                     note(f"{via}.{name}", direction)

@@ -14,12 +14,12 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from coordinator.aggregation.mean import Average, Share, cluster_averages
-from coordinator.clustering import mctc
+from coordinator.clustering import geometry
 from fedge.tensors.layout import Layout, Model
 from fedge.wire.messages import BlobRef, Id, NonNegative
 
 Directions = dict[str, NDArray[np.floating[Any]]]
-"""By device (`mctc.direction`)."""
+"""By device (`geometry.direction`)."""
 Note = Callable[[str, NDArray[Any]], None]
 """Called with the direction of an update, if it has one."""
 
@@ -83,7 +83,7 @@ def averages(
     def changes() -> Iterator[Model]:
         for i in ids:
             change = read(wanted.updates[i])
-            if i in wanted.directions and (direction := mctc.direction(change.params)) is not None:
+            if i in wanted.directions and (direction := geometry.direction(change.params)) is not None:
                 directions[i] = direction
             yield change
 

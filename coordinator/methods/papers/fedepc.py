@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from coordinator.aggregation import averaged
 from coordinator.aggregation.protection import without_noise
-from coordinator.clustering import aidc, mctc
+from coordinator.clustering import aidc, geometry
 from coordinator.clustering.aidc import Place
 from coordinator.clustering.find import Clustering
 from coordinator.fleet.fleet import Fleet
@@ -322,7 +322,7 @@ class FedEpc(Method[FedEpcState]):
             ids = [i for cluster in state.clusters for i in cluster.members]
             z = grouping.embedded((state.described[i] for i in (*ids, stranger)), fleet)
             means = np.stack([z[[ids.index(i) for i in cluster.members]].mean(axis=0) for cluster in state.clusters])
-            nearest = int(mctc.cosines(z[-1:], means).argmax())
+            nearest = int(geometry.cosines(z[-1:], means).argmax())
             return Place(nearest, nearest)
         if unit is None:
             return Place(0, 0)

@@ -23,7 +23,7 @@ from msgspec import UNSET, Meta, Struct
 
 from coordinator.aggregation.pooled import pooled_choice, pooled_weights, trial_statistic, wants_split
 from coordinator.aggregation.protection import without_noise
-from coordinator.clustering import aidc, mctc
+from coordinator.clustering import aidc, geometry
 from coordinator.clustering import find as clustering
 from coordinator.clustering.find import Clustering, Directions, find_clusters
 from coordinator.fleet.fleet import Fleet, Seen
@@ -114,7 +114,7 @@ class Primary(Struct, frozen=True, kw_only=True):
 
 
 class TrialOutcome(Struct, frozen=True, kw_only=True):
-    """The trial's outcome (section 5). `places`: of the devices `ids` in a plane (`mctc.plane`), for plots."""
+    """The trial's outcome (section 5). `places`: of the devices `ids` in a plane (`geometry.plane`), for plots."""
 
     ids: tuple[str, ...]
     clusters: tuple[tuple[str, ...], ...]
@@ -338,7 +338,7 @@ class Fedge(Method[FedgeState]):
         if state.directions is None:
             return state
         directions = dict(sorted(fleet.get_tensors(state.directions).items()))
-        ids, z = tuple(directions), mctc.embedding(np.stack(list(directions.values())))
+        ids, z = tuple(directions), geometry.embedding(np.stack(list(directions.values())))
         how: Clustering = "mctc" if self.options.clustering in {"aidc", "labels"} else self.options.clustering
         seen = Directions(vectors=z, n_clusters=MAX_CLUSTERS)
         found = find_clusters(how, seen, rng=round_rng(self.settings, r))
@@ -361,7 +361,7 @@ class Fedge(Method[FedgeState]):
             statistic=statistic,
             deltas=deltas,
             split=splits,
-            places=tuple((x, y) for x, y in np.round(mctc.plane(z), 4).tolist()),
+            places=tuple((x, y) for x, y in np.round(geometry.plane(z), 4).tolist()),
         )
         experts = tuple(ServerModel(model=state.shared.model) for _ in clusters) if splits else ()
         return msgspec.structs.replace(state, directions=None, last={}, trial=trial, experts=experts)
@@ -630,7 +630,7 @@ async def train_shared(
     seen = set() if state.trial else set(panel)
     directions = fleet.get_tensors(state.directions) if state.directions else {}
 
-    def note(device_id: str, direction: mctc.Vectors) -> None:
+    def note(device_id: str, direction: geometry.Vectors) -> None:
         before = directions[device_id].astype(np.float64) if device_id in directions else 0.0
         directions[device_id] = (before + direction).astype(np.float32)  # the sum of its unit updates (section 4)
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from coordinator.aggregation import averaged
 from coordinator.aggregation.guarded import believed
 from coordinator.aggregation.protection import without_noise
-from coordinator.clustering import mctc
+from coordinator.clustering import geometry, mctc
 from coordinator.clustering.find import Directions, by_label, find_clusters
 from coordinator.fleet.fleet import Fleet
 from coordinator.fleet.versions import put_after
@@ -199,7 +199,7 @@ class ScmoePfl(Method[ScmoeState]):
             change = fleet.get(update.update, state.layout).params
             if self._p.reference == "initial":
                 change = change + (start_of(state, update, fleet).params - w0)
-            unit = mctc.direction(change)
+            unit = geometry.direction(change)
             if unit is not None:
                 directions[i] = unit.astype(np.float32)
         return msgspec.structs.replace(
@@ -238,13 +238,13 @@ class ScmoePfl(Method[ScmoeState]):
             members=tuple(tuple(ids[i] for i in cluster) for cluster in found.clusters),
             tau=1.0 if found.tau is None else found.tau,  # late devices join the nearest
             separability=found.separability,
-            silhouette=mctc.silhouette(mctc.similarity(z), found.clusters),
+            silhouette=mctc.silhouette(geometry.similarity(z), found.clusters),
         )
         return msgspec.structs.replace(state, clusters=made, attached={})
 
     def embedding(self, directions: Floats) -> NDArray[np.float64]:
         """Section 5, (N, m), of N directions (N, d)."""
-        return mctc.embedding(directions)
+        return geometry.embedding(directions)
 
     def _attach(self, state: ScmoeState, fleet: Fleet) -> ScmoeState:
         """Section 9: attach devices that did not make the clusters by their last direction, if it is fresh enough.

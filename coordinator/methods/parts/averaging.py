@@ -14,7 +14,7 @@ from coordinator.aggregation import Average
 from coordinator.aggregation.guarded import guarded_averages, shares
 from coordinator.aggregation.mean import BLOCK, Share, Shares, cluster_averages
 from coordinator.aggregation.protection import SUMMABLE
-from coordinator.clustering import mctc
+from coordinator.clustering import geometry
 from coordinator.fleet.fleet import Fleet
 from coordinator.fleet.sites import Note, SiteMean, SiteSums
 from coordinator.methods.method import Method
@@ -36,7 +36,7 @@ class Update(Protocol):
         """n_i."""
 
 
-def ignore(device_id: str, direction: mctc.Vectors) -> None:
+def ignore(device_id: str, direction: geometry.Vectors) -> None:
     """Ignore directions."""
 
 
@@ -74,7 +74,7 @@ async def averages(
 
     def changes(of: Collection[str]) -> Iterator[Model]:
         for i, change in zip(of, _read((updates[i].update for i in of), fleet, layout), strict=True):
-            if i in whose and (direction := mctc.direction(change.params)) is not None:
+            if i in whose and (direction := geometry.direction(change.params)) is not None:
                 note(i, direction)
             s = np.float32(discounts.get(i, 1.0))
             yield change if s == 1 else Model(s * change.params, change.buffers, change.counters)

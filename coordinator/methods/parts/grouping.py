@@ -18,7 +18,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from coordinator.aggregation import rules
-from coordinator.clustering import aidc, mctc
+from coordinator.clustering import aidc, geometry, mctc
 from coordinator.clustering.aidc import Clusters
 from coordinator.clustering.find import Clustering, Directions, Profiles, by_label, find_clusters
 from coordinator.fleet.fleet import Answer, Fleet
@@ -129,7 +129,7 @@ def descriptions(
         elif isinstance(told, Profiled):
             found[i] = msgspec.structs.replace(described, profile=told.profile, halves=told.halves)
         elif isinstance(told, Trained):
-            unit = mctc.direction(fleet.get(told.update, layout).params)
+            unit = geometry.direction(fleet.get(told.update, layout).params)
             if unit is not None:
                 stored = fleet.put({"direction": unit.astype(np.float32)})
                 found[i] = msgspec.structs.replace(described, direction=stored)
@@ -139,7 +139,7 @@ def descriptions(
 def embedded(described: Iterable[Description], fleet: Fleet) -> NDArray[np.float64]:
     """The directions of N >= 1 devices, (N, m), with the cosines of the updates."""
     directions = [fleet.get_tensors(d.direction)["direction"] for d in described if d.direction is not None]
-    return mctc.embedding(np.stack(directions))
+    return geometry.embedding(np.stack(directions))
 
 
 def clusters_of(

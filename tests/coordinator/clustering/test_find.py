@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from coordinator.clustering import aidc
 from coordinator.clustering.find import Directions, Profiles, by_label, find_clusters
-from coordinator.clustering.mctc import embedding, mctc
+from coordinator.clustering.geometry import embedding
+from coordinator.clustering.mctc import mctc
 
 GROUPS = ((0, 1, 2), (3, 4, 5), (6, 7, 8))
 

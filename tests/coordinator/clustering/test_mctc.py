@@ -7,30 +7,21 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from sklearn.metrics import adjusted_rand_score, silhouette_score
 
-from coordinator.clustering import mctc
+from coordinator.clustering import geometry, mctc
 from coordinator.clustering.find import Directions, find_clusters
 from coordinator.clustering.rivals import kmeans
-
-
-def at(*degrees):
-    angles = np.radians(degrees)
-    return np.stack([np.cos(angles), np.sin(angles)], axis=1)
-
+from tests.support.directions import at, embeddings, updates_of
 
 CIRCLE = at(0, 20, 80, 100, 50)
 PAPER = {"distinct": False, "centres_join": False}
 
 
-def updates_of(seed, n, d=40):
-    return np.random.default_rng(seed).standard_normal((n, d)).astype(np.float32)
-
-
 def soft(z, k, tau, **how):
-    return mctc.soft_clusters(z, mctc.similarity(z), k, tau, **how)
+    return mctc.soft_clusters(z, geometry.similarity(z), k, tau, **how)
 
 
 def centres_of(z, k, tau, *, distinct=True, **_):
-    return mctc.choose_centres(mctc.similarity(z), k, bar=min(round(tau, 9), 1.0) if distinct else 1.0)
+    return mctc.choose_centres(geometry.similarity(z), k, bar=min(round(tau, 9), 1.0) if distinct else 1.0)
 
 
 def mean_cosine(z, members):
@@ -54,94 +45,28 @@ def tries(monkeypatch):
     return recorded(monkeypatch)
 
 
-embeddings = arrays(
-    np.float64,
-    st.tuples(st.integers(1, 9), st.integers(1, 3)),
-    elements=st.sampled_from([-1.0, -0.5, -0.1, 0.0, 0.1, 0.3, 1.0]),
-)
-
-
 # ------------------------------------------------------------------------------------------- unit updates, embedding
 
 
-def test_unit_updates_have_norm_one_or_are_flagged():
-    np.testing.assert_allclose(mctc.unit_update(np.array([3.0, 0, 4])), [0.6, 0, 0.8])
-    assert np.linalg.norm(mctc.unit_update(np.float32([1e30, 1e30]))) == pytest.approx(1)
-    assert np.linalg.norm(mctc.unit_update(np.float32([1e-6, 1e-30]))) == pytest.approx(1)
-    for flagged in ([0.0, 0.0], [1e-12, 0.0], [np.nan, 1.0], [np.inf, 1.0], []):
-        assert mctc.unit_update(np.array(flagged)) is None
-
-
-def test_gram_is_that_of_the_unit_updates():
-    updates = updates_of(0, 6, 50)
-    unit = np.stack([mctc.unit_update(g) for g in updates])
-    np.testing.assert_allclose(mctc.gram(updates), unit @ unit.T, atol=1e-12)
-
-
-def test_gram_of_blocks_is_the_gram():
-    updates = updates_of(1, 5, mctc.COLUMNS + 100)
-    unit = np.stack([mctc.unit_update(g) for g in updates])
-    np.testing.assert_allclose(mctc.gram(updates), unit @ unit.T, atol=1e-12)
-
-
-def test_rows_without_direction_are_zero():
-    updates = np.float32([[1, 0], [0, 0], [np.nan, 1], [1, 1], [np.inf, 0]])
-    products = mctc.gram(updates)
-    np.testing.assert_allclose(products[np.ix_([0, 3], [0, 3])], [[1, 0.5**0.5], [0.5**0.5, 1]], atol=1e-12)
-    for lost in (1, 2, 4):
-        assert not products[lost].any()
-        assert not products[:, lost].any()
-    sim = mctc.similarity(mctc.embed(products))
-    np.testing.assert_array_equal(sim.diagonal(), [1, 0, 0, 1, 0])
-
-
-@given(st.integers(0, 10**6), st.integers(1, 9))
-@settings(max_examples=25, deadline=None)
-def test_embedding_keeps_cosines_and_has_rank_at_most_n(seed, n):
-    updates = updates_of(seed, n)
-    z = mctc.embed(mctc.gram(updates))
-    assert z.shape[1] <= n
-    g = updates.astype(np.float64)
-    exact = g @ g.T / np.outer(np.linalg.norm(g, axis=1), np.linalg.norm(g, axis=1))
-    np.testing.assert_allclose(mctc.similarity(z), exact, atol=1e-7)
-
-
-@pytest.mark.parametrize(("n", "d"), [(5, 40), (40, 40), (60, 8)])
-def test_the_embedding_is_a_rotation_of_the_unit_updates_however_many(n, d):
-    updates = updates_of(5, n, d)
-    updates[1] = 0
-    z = mctc.embedding(updates)
-    assert z.shape[1] <= min(n, d)
-    np.testing.assert_allclose(mctc.similarity(z), mctc.similarity(mctc.embed(mctc.gram(updates))), atol=2e-9)
-
-
-def test_updates_of_very_many_clients_are_projected(monkeypatch):
-    updates = updates_of(6, 300, 1000)
-    exact = mctc.similarity(mctc.embedding(updates))
-    monkeypatch.setattr(mctc, "LARGEST_GRAM", 256)
-    z = mctc.embedding(updates)
-    assert z.shape == (300, 256)
-    assert 0 < np.abs(mctc.similarity(z) - exact).max() < 6 / 256**0.5
-
-
 def test_rows_made_at_a_time_change_nothing(monkeypatch):
-    z = mctc.embedding(updates_of(7, 23))
+    z = geometry.embedding(updates_of(7, 23))
     whole = mctc.mctc(z)
+    monkeypatch.setattr(geometry, "ROWS", 5)
     monkeypatch.setattr(mctc, "ROWS", 5)
     monkeypatch.setattr(mctc, "PAIRS", 7)
     assert mctc.mctc(z) == whole
 
 
 def test_a_fleet_that_is_worked_on_in_parts_gets_what_the_whole_would_give():
-    z = mctc.embedding(updates_of(7, 1500))
-    sim = mctc.similarity(z)
+    z = geometry.embedding(updates_of(7, 1500))
+    sim = geometry.similarity(z)
     units = z / np.linalg.norm(z, axis=1, keepdims=True)
     np.testing.assert_allclose(sim, units @ units.T, atol=1e-9)
     others = np.where(np.eye(len(sim), dtype=bool), np.inf, sim)
     np.testing.assert_array_equal(mctc._least(sim), others.min(axis=1))
 
     c = np.sort(sim[np.triu_indices(len(sim), 1)])
-    assert len(sim) > mctc.ROWS
+    assert len(sim) > geometry.ROWS
     assert len(c) > mctc.PAIRS
     t = np.arange(1, len(c))
     below = np.cumsum(c)[:-1]
@@ -169,41 +94,19 @@ def test_centres_are_those_of_the_sorted_pairs(seed, n, k, bar):
 
 def test_scaling_and_flipping_all_updates_changes_nothing():
     updates = updates_of(4, 7)
-    expected = mctc.mctc(mctc.embed(mctc.gram(updates)))
+    expected = mctc.mctc(geometry.embed(geometry.gram(updates)))
     factors = np.array([[1e-3], [7], [1], [0.3], [1e4], [2], [5]])
     for other in (updates * factors, -updates):
-        found = mctc.mctc(mctc.embed(mctc.gram(other)))
+        found = mctc.mctc(geometry.embed(geometry.gram(other)))
         assert found.clusters == expected.clusters
         assert found.tau == expected.tau
-
-
-@given(embeddings)
-@settings(max_examples=50, deadline=None)
-def test_similarity_is_symmetric_bounded_with_unit_diagonal(z):
-    sim = mctc.similarity(z)
-    np.testing.assert_array_equal(sim, sim.T)
-    assert np.abs(sim).max() <= 1
-    np.testing.assert_array_equal(sim.diagonal(), z.any(axis=1).astype(float))
-
-
-def test_projection_keeps_cosines_and_is_the_same_for_a_seed():
-    rng = np.random.default_rng(5)
-    base = rng.standard_normal(100_000)
-    updates = [base + k * rng.standard_normal(100_000) for k in (0.5, 1.0, 2.0)]
-    projected = [mctc.project(u.astype(np.float32), 4096, 1) for u in updates]
-    errors = mctc.cosines(np.stack(projected), np.stack(projected)) - mctc.cosines(np.stack(updates), np.stack(updates))
-    assert np.abs(errors).max() < 4 / np.sqrt(4096)  # four standard deviations
-    np.testing.assert_array_equal(mctc.project(updates[0].astype(np.float32), 4096, 1), projected[0])
-    assert not np.array_equal(mctc.project(updates[0].astype(np.float32), 4096, 2), projected[0])
-    np.testing.assert_allclose(mctc.project(3 * base, 256, 1), 3 * mctc.project(base, 256, 1))
-    assert np.linalg.norm(projected[0]) == pytest.approx(np.linalg.norm(updates[0]), rel=4 * np.sqrt(2 / 4096))
 
 
 # ------------------------------------------------------------------------------------------------------------- MCTC
 
 
 def test_circle_similarities():
-    sim = mctc.similarity(CIRCLE)
+    sim = geometry.similarity(CIRCLE)
     expected = {(0, 1): 0.9397, (0, 2): 0.1736, (0, 3): -0.1736, (0, 4): 0.6428, (1, 2): 0.5}
     expected |= {(1, 3): 0.1736, (1, 4): 0.8660, (2, 3): 0.9397, (2, 4): 0.8660, (3, 4): 0.6428}
     for pair, cosine in expected.items():
@@ -217,14 +120,14 @@ def test_circle_two_clusters_with_a_fallback():
     assert found == ((0, 1, 4), (2, 3))  # 4 is close to no centre: it goes to the nearest
     np.testing.assert_allclose(mctc.means_of(CIRCLE, found), [[0.8608, 0.3694], [0, 0.9848]], atol=5e-5)
     assert mean_cosine(CIRCLE, found) == pytest.approx(0.3943, abs=5e-5)
-    assert mctc.silhouette(mctc.similarity(CIRCLE), found) == pytest.approx(0.6888, abs=5e-5)
+    assert mctc.silhouette(geometry.similarity(CIRCLE), found) == pytest.approx(0.6888, abs=5e-5)
 
 
 def test_circle_a_client_in_both():
     found = soft(CIRCLE, 2, 0.75)
     assert found == ((0, 1, 4), (2, 3, 4))
     assert mean_cosine(CIRCLE, found) == pytest.approx(0.5941, abs=5e-5)
-    assert mctc.silhouette(mctc.similarity(CIRCLE), found) == pytest.approx(0.5116, abs=5e-5)
+    assert mctc.silhouette(geometry.similarity(CIRCLE), found) == pytest.approx(0.5116, abs=5e-5)
 
 
 def test_circle_three_clusters():
@@ -263,7 +166,7 @@ def test_tau_is_inclusive():
 
 
 def test_tau_out_of_range_puts_everybody_everywhere_or_parts_hard():
-    z = mctc.embed(mctc.gram(updates_of(6, 9)))
+    z = geometry.embed(geometry.gram(updates_of(6, 9)))
     everywhere = soft(z, 3, -1.0, **PAPER)
     others = set(range(9)) - set(centres_of(z, 3, -1.0, **PAPER))
     assert all(others <= set(s) for s in everywhere)
@@ -323,7 +226,7 @@ def test_partition_is_sound(z, k, tau, distinct, centres_join):
     assert 1 <= len(found) <= min(k, len(z))
     assert all(c in s for c, s in zip(centres, found, strict=True))
     assert len(set(centres)) == len(centres)
-    sim, tau = mctc.similarity(z), round(tau, 9)
+    sim, tau = geometry.similarity(z), round(tau, 9)
     if distinct:
         assert all(sim[a, b] < min(tau, 1) for a in centres for b in centres if a != b)
     if not centres_join:
@@ -333,7 +236,7 @@ def test_partition_is_sound(z, k, tau, distinct, centres_join):
 
 
 def test_printed_rule_without_parallels_makes_k_clusters():
-    z = mctc.embed(mctc.gram(updates_of(7, 6)))
+    z = geometry.embed(geometry.gram(updates_of(7, 6)))
     for k in range(1, 9):
         assert len(soft(z, k, 0.2, **PAPER)) == min(k, 6)
 
@@ -374,31 +277,12 @@ def otsu_oracle(c):
 @given(st.integers(0, 10**6), st.integers(3, 9))
 @settings(max_examples=40, deadline=None)
 def test_otsu_agrees_with_the_definition(seed, n):
-    sim = mctc.similarity(np.random.default_rng(seed).standard_normal((n, 3)))
+    sim = geometry.similarity(np.random.default_rng(seed).standard_normal((n, 3)))
     tau, eta = otsu_oracle(sim[np.triu_indices(n, 1)])
     found, separability = mctc.otsu(sim)
     assert found == tau
     assert separability == pytest.approx(eta, rel=1e-6)
     assert 0 <= separability <= 1
-
-
-def test_places_in_the_plane_reproduce_distances_of_directions_in_a_plane():
-    units = at(0, 20, 70, 120, 240)
-    found = mctc.plane(np.arange(1, 6)[:, None] * units)  # of any length
-    for i, j in np.ndindex(5, 5):
-        assert np.linalg.norm(found[i] - found[j]) == pytest.approx(np.linalg.norm(units[i] - units[j]), abs=1e-7)
-    np.testing.assert_allclose(found.mean(axis=0), 0, atol=1e-9)
-
-
-@pytest.mark.parametrize("z", [np.array([[1.0], [-2.0]]), np.array([[1.0, 0, 0], [-1, 0, 0]])])
-def test_two_places_have_two_coordinates(z):
-    found = mctc.plane(z)
-    assert found.shape == (2, 2)
-    assert np.linalg.norm(found[0] - found[1]) == pytest.approx(2.0)
-
-
-def test_without_a_direction_all_are_in_one_place():
-    np.testing.assert_array_equal(mctc.plane(np.zeros((3, 0))), np.zeros((3, 2)))
 
 
 @pytest.mark.parametrize(
@@ -420,7 +304,7 @@ def test_separability_is_that_of_the_cut_that_is_used(pairs, tau, eta):
 
 def test_otsu_without_a_cut():
     for z in (at(0), at(0, 50), at(0, 0, 0)):
-        assert mctc.otsu(mctc.similarity(z)) == (0.95, 0.0)
+        assert mctc.otsu(geometry.similarity(z)) == (0.95, 0.0)
 
 
 def test_separability_of_a_uniform_and_of_a_normal_distribution():
@@ -477,7 +361,7 @@ def test_planted_groups_are_found():
     groups = np.arange(16) % 4
     common, own = rng.standard_normal(500), rng.standard_normal((4, 500))
     updates = (common + 2 * own[groups] + 0.7 * rng.standard_normal((16, 500))).astype(np.float32)
-    found = mctc.mctc(mctc.embed(mctc.gram(updates)))
+    found = mctc.mctc(geometry.embed(geometry.gram(updates)))
     assert found.separability >= 0.9
     labels = [[k for k, s in enumerate(found.clusters) if i in s] for i in range(16)]
     assert adjusted_rand_score(groups, [x[0] for x in labels]) == 1.0
@@ -497,15 +381,15 @@ def test_attach_takes_all_close_clusters_or_the_nearest():
 
 def test_a_client_that_sat_out_changes_no_centre():
     updates = updates_of(9, 7)
-    own = mctc.embed(mctc.gram(updates[:6]))
+    own = geometry.embed(geometry.gram(updates[:6]))
     alone = soft(own, 2, 0.1)
-    z = mctc.embed(mctc.gram(updates))  # its stored unit update is in the basis, not in the clusters
+    z = geometry.embed(geometry.gram(updates))  # its stored unit update is in the basis, not in the clusters
     together = soft(z[:6], 2, 0.1)
     assert together == alone
     means, of_own = mctc.means_of(z, together), mctc.means_of(own, alone)
-    np.testing.assert_allclose(mctc.cosines(means, means), mctc.cosines(of_own, of_own), atol=1e-8)
+    np.testing.assert_allclose(geometry.cosines(means, means), geometry.cosines(of_own, of_own), atol=1e-8)
     (clusters,) = mctc.attach(z[6:], means, 0.1)
-    close = mctc.cosines(z[6:], means)[0]
+    close = geometry.cosines(z[6:], means)[0]
     assert clusters == tuple(np.flatnonzero(close >= 0.1)) or clusters == (int(np.argmax(close)),)
 
 
@@ -515,12 +399,12 @@ def test_silhouette_of_a_partition_is_the_cosine_silhouette(seed):
     rng = np.random.default_rng(seed)
     z, labels = rng.standard_normal((12, 4)), np.r_[0, 1, 2, rng.integers(0, 3, 9)]
     members = [np.flatnonzero(labels == k).tolist() for k in range(3)]
-    ours = mctc.silhouette(mctc.similarity(z), members)
+    ours = mctc.silhouette(geometry.similarity(z), members)
     assert ours == pytest.approx(silhouette_score(z, labels, metric="cosine"), abs=1e-6)
 
 
 def test_silhouette_without_rivals_is_zero():
-    sim = mctc.similarity(CIRCLE)
+    sim = geometry.similarity(CIRCLE)
     assert mctc.silhouette(sim, [(0, 1, 2, 3, 4)]) == 0
     assert mctc.silhouette(sim, [(0,), (1,), (2,), (3,), (4,)]) == 0
 
@@ -544,7 +428,7 @@ def overlapping(seed: int, n: int = 4, d: int = 60, noise: float = 0.3):
 def test_with_overlapping_groups_it_finds_the_overlap_that_k_means_cannot(seed) -> None:
     """Both groups with all of their members: who is in both is in two clusters, which a partition cannot be."""
     updates, _, belongs = overlapping(seed)
-    z = mctc.embedding(updates)
+    z = geometry.embedding(updates)
     found = mctc.mctc(z, n_clusters=2, tau=0.5)
     truth = {frozenset(i for i, of in enumerate(belongs) if k in of) for k in (0, 1)}
     assert {frozenset(cluster) for cluster in found.clusters} == truth
@@ -556,7 +440,7 @@ def test_with_overlapping_groups_it_finds_the_overlap_that_k_means_cannot(seed) 
 def test_experts_of_overlapping_groups_fit_their_clients_better_than_k_means(seed) -> None:
     """Mean squared distance of the mean of a client's experts (section 14, without gate) to what the client wants."""
     updates, wanted, _ = overlapping(seed)
-    seen = Directions(vectors=mctc.embedding(updates), n_clusters=2, tau=0.5)
+    seen = Directions(vectors=geometry.embedding(updates), n_clusters=2, tau=0.5)
     errors = {}
     for how in ("mctc", "k-means"):
         clusters = find_clusters(how, seen, rng=np.random.default_rng(seed)).clusters
@@ -568,13 +452,13 @@ def test_experts_of_overlapping_groups_fit_their_clients_better_than_k_means(see
 
 @given(arrays(np.float64, (9, 4), elements=st.floats(-1, 1, width=32)), st.integers(1, 6), st.permutations(range(9)))
 def test_a_partition_leaves_each_client_in_its_nearest_cluster(rows, n_clusters, order) -> None:
-    z = mctc.embedding(rows)
+    z = geometry.embedding(rows)
     found = mctc.mctc(z, n_clusters=n_clusters, tau=0.3).clusters
     parts = mctc.parted(z, found)
     assert sorted(i for part in parts for i in part) == list(range(9))
     assert len(parts) <= len(found)
     means = np.stack([z[list(cluster)].mean(axis=0) for cluster in found])
-    close = mctc.cosines(z, means)
+    close = geometry.cosines(z, means)
     for i in range(9):
         (mine,) = [set(part) for part in parts if i in part]
         own = [k for k, cluster in enumerate(found) if i in cluster]
@@ -585,5 +469,5 @@ def test_a_partition_leaves_each_client_in_its_nearest_cluster(rows, n_clusters,
 
 
 def test_a_partition_without_overlap_stays_as_it_is() -> None:
-    z = mctc.embedding(np.repeat(np.eye(3), 2, axis=0))
+    z = geometry.embedding(np.repeat(np.eye(3), 2, axis=0))
     assert mctc.parted(z, [(0, 1), (2, 3), (4, 5)]) == ((0, 1), (2, 3), (4, 5))

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from coordinator.clustering import mctc
+from coordinator.clustering import geometry
 from coordinator.fleet.relayed import Asked, Relay, Relayed, SiteOrders, Sum, Summed
 from coordinator.fleet.sites import SiteSums
 from coordinator.relay.site import Site
@@ -77,7 +77,7 @@ def test_means_of_each_cluster_with_weights_and_factors(site: Site) -> None:
     assert result.directions is not None
     directions = from_bytes(finished.blobs[result.directions.digest])
     for i, values in VALUES.items():
-        np.testing.assert_array_equal(directions[i], np.float32(mctc.direction(np.float32(values))))
+        np.testing.assert_array_equal(directions[i], np.float32(geometry.direction(np.float32(values))))
     assert summed(site, wanted)[1].blobs == finished.blobs, "again it is the same, byte for byte"
 
 

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from coordinator.clustering import mctc
+from coordinator.clustering import geometry, mctc
 from coordinator.methods.papers.scmoe_pfl import PRESETS, Clusters, ScmoePfl, ScmoeState, clusters_of, starts
 from coordinator.methods.rounds import accepted
 from coordinator.methods.settings import MethodSettings
@@ -52,7 +52,7 @@ async def test_the_experts_are_the_means_of_their_members_models(tmp_path) -> No
         n = np.array([updates[i].n_samples for i in members])
         expected = n @ np.stack([models[i] for i in members]) / n.sum()
         np.testing.assert_allclose(fleet.get(expert, layout).params, expected, atol=1e-6)
-    z = mctc.embed(mctc.gram(np.stack([models[i] - start for i in updates]).astype(np.float32)))
+    z = geometry.embed(geometry.gram(np.stack([models[i] - start for i in updates]).astype(np.float32)))
     found = mctc.mctc(z)
     assert after.clusters.members == tuple(tuple(list(updates)[i] for i in c) for c in found.clusters)
 
