@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from coordinator.selection.ccmab import NOISE, TIE, Column, Vectors
+from coordinator.selection.reward_model import NOISE, TIE, Column, Vectors
 
 
 def greedy_batch(

@@ -1,6 +1,7 @@
 """Who trains in a round: pure functions and a frozen state.
 
-`select` chooses among the rules, `ccmab` is the bandit under a deadline. Methods use it. Begin with `select`.
+`select` chooses among the rules, `ccmab` is the bandit under a deadline, with a `reward_model`. Methods use it. Begin
+with `select`.
 """
 
 from fedge.system.moved import names_of

@@ -1,8 +1,8 @@
 """CICS: which devices of a cluster train in a round, by a contextual combinatorial bandit (CCMAB) under a deadline.
 
-Source: Tang et al., "FedEPC", CMC 85(2), 2025, equations (9)-(12); specification docs/methods/fedepc.md. Departures:
-the deadline holds for each device separately (5.2), the kernel of two sets is the sum of the kernels of their devices
-(5.3), and no device starves (5.5). kappa is measured once any device has answered (5.2): a guess that is off by orders
+Source: Tang et al., "FedEPC", CMC 85(2), 2025, equations (9)-(12); specification docs/methods/fedepc.md. What it
+expects of devices is in `coordinator.selection.reward_model`. Departures: the deadline holds for each device separately
+(5.2), and no device starves (5.5). kappa is measured once any device has answered (5.2): a guess that is off by orders
 of magnitude would make all new devices feasible, or none. A failed device counts as needing twice the deadline until it
 answers again; otherwise a fast device that stops answering would always be feasible. Rule 5.5 still asks it now and
 then.
@@ -21,14 +21,12 @@ from typing import Final, TypeGuard
 import msgspec
 import numpy as np
 from msgspec import Struct
-from numpy.typing import NDArray
 
+from coordinator.selection.reward_model import TIE, Vectors, exploration, greedy, posterior
 from fedge.wire.messages import MAX_LEFT_S
 
-Vectors = NDArray[np.float64]
 RawContext = tuple[float, float, float, float, float]
 
-TIE: Final = 1e-12
 FEATURES: Final = 5  # f GHz, free memory GB, samples, mean gradient norm, mean loss drop
 DEADLINE_QUANTILE: Final = 0.7  # of the predicted times in a cluster
 FAILED: Final = -1.0  # reward
@@ -37,11 +35,6 @@ FAILED: Final = -1.0  # reward
 CYCLES_PER_SAMPLE: Final = 0.1  # kappa before any device has been measured, gigacycles
 WINDOW: Final = 5  # tau, participations
 HISTORY: Final = 100  # observations
-DELTA: Final = 0.1
-RIDGE: Final = 1.0  # lambda
-KERNEL_SCALE: Final = 0.25  # v
-KERNEL_LENGTH: Final = 1.0  # rho
-NOISE: Final = 0.01  # s2
 MAX_SKIPS: Final = 3  # rounds in a row
 
 
@@ -188,112 +181,7 @@ def quota(share: float, n_devices: int) -> int:
     return max(1, math.ceil(share * n_devices - 1e-9)) if n_devices else 0
 
 
-# ------------------------------------------------------------------------------------------ 5.3: reward model
-
-
-def features(x: Vectors) -> Vectors:
-    """phi(x) = [x, x*x]: (n, c) -> (n, 2c)."""
-    return np.concatenate([x, x * x], axis=1)
-
-
-def ridge(phi: Vectors, rewards: Vectors) -> Vectors:
-    """Weights theta = (lambda I + Phi^T Phi)^(-1) Phi^T r, (12): (h, p), (h,) -> (p,)."""
-    return np.asarray(np.linalg.solve(RIDGE * np.eye(phi.shape[1]) + phi.T @ phi, phi.T @ rewards))
-
-
-def kernel(a: Vectors, b: Vectors) -> Vectors:
-    """Matern 3/2: kap(d) = v (1 + sqrt(3) d/rho) exp(-sqrt(3) d/rho), d Euclidean, (10): (n, c), (m, c) -> (n, m)."""
-    distance = np.sqrt(((a[:, None] - b[None]) ** 2).sum(axis=2))
-    z = math.sqrt(3) * distance / KERNEL_LENGTH
-    return np.asarray(KERNEL_SCALE * (1 + z) * np.exp(-z))
-
-
-@dataclass(frozen=True, slots=True)
-class Posterior:
-    """Of the rewards of n devices: `mean` (n,), `variance` (n,), and covariances column by column.
-
-    `x`: normalised contexts, (n, 5). `whitened`: L^(-1) k with G = L L^T, (h, n). All covariances at once would be
-    n * n numbers: 800 MB with 10,000 devices.
-    """
-
-    mean: Vectors
-    variance: Vectors
-    x: Vectors
-    whitened: Vectors
-
-    def column(self, i: int) -> Vectors:
-        """Covariances of all devices with device i, (n,)."""
-        return np.asarray(kernel(self.x, self.x[i : i + 1])[:, 0] - self.whitened[:, i] @ self.whitened)
-
-
-def posterior(x: Vectors, seen: Vectors, rewards: Vectors) -> Posterior:
-    """What is known of the rewards of devices with normalised contexts x, (n, 5).
-
-    mean_i = theta.phi(x_i) + k_i^T G^(-1) (r - Phi theta);  cov_ij = kap(|x_i - x_j|) - k_i^T G^(-1) k_j;
-    G = K + s2 I.
-    `seen` (h, 5) and `rewards` (h,) are the history; without any, mean 0 and cov = kap.
-    """
-    prior = np.full(len(x), KERNEL_SCALE)  # kap(0)
-    if not len(seen):
-        return Posterior(np.zeros(len(x)), prior, x, np.zeros((0, len(x))))
-    theta = ridge(features(seen), rewards)
-    lower = np.linalg.cholesky(kernel(seen, seen) + NOISE * np.eye(len(seen)))  # no eigenvalue is below the noise
-    whitened = np.asarray(np.linalg.solve(lower, kernel(seen, x)), np.float64)
-    residual = np.linalg.solve(lower, rewards - features(seen) @ theta)
-    mean = features(x) @ theta + whitened.T @ residual
-    return Posterior(mean, prior - (whitened * whitened).sum(axis=0), x, whitened)
-
-
 # -------------------------------------------------------------------------------------- 5.4 and 5.5: the choice
-
-
-def exploration(t: int) -> float:
-    """beta_t = 2 ln(t^2 / delta), t >= 1."""
-    return 2 * math.log(t * t / DELTA)
-
-
-Column = Callable[[int], Vectors]
-"""Covariances of all devices with one of them, (n,)."""
-
-
-def greedy(
-    mean: Vectors,
-    variance: Vectors,
-    column: Column,
-    beta: float,
-    *,
-    first: Sequence[int],
-    allowed: Sequence[int],
-    size: int,
-    seconds: Vectors,
-    budget_s: float,
-) -> list[int]:
-    """Extend the set `first` one by one to `size` devices with the largest U(A) = mean(A) + sqrt(beta var(A)), (11).
-
-    `allowed`: who may be added while the sum of `seconds`, (n,), stays within the budget. Cost: O(size * n) time beyond
-    that of as many columns, O(n) memory.
-    """
-    chosen: list[int] = []
-    within, across = 0.0, np.zeros(len(mean))  # var(A), and each device's covariance with A
-    left_s = budget_s
-
-    def take(device: int) -> None:
-        nonlocal within, across, left_s
-        within += 2 * float(across[device]) + float(variance[device])
-        across = across + column(device)
-        left_s -= float(seconds[device])
-        chosen.append(device)
-
-    for overdue in first:
-        take(overdue)
-    remaining = np.array(sorted(set(allowed) - set(first)), np.intp)
-    while len(chosen) < size and len(remaining := remaining[seconds[remaining] <= left_s * (1 + TIE)]):
-        variances = within + 2 * across[remaining] + variance[remaining]
-        scores = mean[chosen].sum() + mean[remaining] + np.sqrt(beta * np.maximum(variances, 0.0))
-        best = int(np.argmax(scores >= scores.max() - TIE))
-        take(int(remaining[best]))
-        remaining = np.delete(remaining, best)
-    return chosen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

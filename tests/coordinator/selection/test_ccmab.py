@@ -6,14 +6,12 @@ import tracemalloc
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.papers.batch_search import greedy_batch
-from coordinator.selection import ccmab
+from coordinator.selection import ccmab, reward_model
 from coordinator.selection.ccmab import Arm, Participation, Settings, State
-
-FREE = {"seconds": np.ones(50), "budget_s": math.inf}
 
 
 def arms(n, *, ghz=None, samples=50):
@@ -39,16 +37,6 @@ def play(state, devices, settings_, drop_of):
     drops = {i: drop_of(i) for i in selection.ids}
     told = {i: None if d is None else outcome(d) for i, d in drops.items()}
     return selection, ccmab.observe(state, selection, told)
-
-
-def covariances(found):
-    """All of a posterior's columns, (n, n)."""
-    return np.stack([found.column(i) for i in range(len(found.mean))], axis=1)
-
-
-def parts(cov):
-    """A covariance matrix as a search takes it: variances, and columns by number."""
-    return cov.diagonal(), cov.__getitem__
 
 
 # ------------------------------------------------------------------------------------------------ contexts
@@ -192,137 +180,7 @@ def test_an_infeasible_deadline_skips_three_rounds_then_takes_the_fastest_alone(
     assert (state.round, state.selections, state.skipped) == (9, 2, 1)
 
 
-# ------------------------------------------------------------------------------------------------ reward model
-
-
-def test_worked_kernel():
-    x = np.array([[0.0], [0.5], [1.0]])
-    np.testing.assert_allclose(4 * ccmab.kernel(x, x[:1])[:, 0], [1, 0.784888, 0.483358], atol=5e-7)
-
-
-def test_worked_ridge():
-    phi = ccmab.features(np.array([[1.0, 0], [0, 1]]))
-    np.testing.assert_allclose(ccmab.ridge(phi, np.array([1.0, 2])), [1 / 3, 2 / 3, 1 / 3, 2 / 3])
-
-
-def test_worked_posterior():
-    x = np.array([[0.5] * 5, [0.0] * 5])
-    found = ccmab.posterior(x, x[:1], np.array([0.4]))
-    np.testing.assert_allclose(found.mean, [0.393996, 0.063560], atol=5e-7)
-    np.testing.assert_allclose(found.variance, [0.009615, 0.206893], atol=5e-7)
-
-
-def test_no_history_is_the_prior():
-    x = np.random.default_rng(0).random((4, 5))
-    found = ccmab.posterior(x, np.zeros((0, 5)), np.zeros(0))
-    np.testing.assert_array_equal(found.mean, np.zeros(4))
-    np.testing.assert_array_equal(covariances(found), ccmab.kernel(x, x))
-
-
-def test_variance_never_grows_with_data_and_never_exceeds_the_prior():
-    rng = np.random.default_rng(2)
-    x, seen, r = rng.random((6, 5)), rng.random((40, 5)), rng.uniform(-1, 1, 40)
-    before = np.full(6, 0.25)
-    for h in range(41):
-        variance = ccmab.posterior(x, seen[:h], r[:h]).variance
-        assert (variance <= before + 1e-12).all()
-        before = variance
-
-
-def test_posterior_agrees_with_the_formula_by_inversion():
-    rng = np.random.default_rng(3)
-    x, seen, r = rng.random((3, 5)), rng.random((20, 5)), rng.uniform(-1, 1, 20)
-    phi = np.hstack([seen, seen**2])
-    theta = np.linalg.inv(np.eye(10) + phi.T @ phi) @ phi.T @ r
-
-    def kap(a, b):
-        d = math.sqrt(3) * math.dist(a, b)
-        return 0.25 * (1 + d) * math.exp(-d)
-
-    inverse = np.linalg.inv(np.array([[kap(a, b) for b in seen] for a in seen]) + 0.01 * np.eye(20))
-    k = np.array([[kap(a, b) for b in seen] for a in x])
-    found = ccmab.posterior(x, seen, r)
-    np.testing.assert_allclose(found.mean, np.hstack([x, x**2]) @ theta + k @ inverse @ (r - phi @ theta), atol=1e-10)
-    np.testing.assert_allclose(found.variance, covariances(found).diagonal(), atol=1e-12)
-    np.testing.assert_allclose(covariances(found), [[kap(a, b) for b in x] for a in x] - k @ inverse @ k.T, atol=1e-10)
-
-
-def test_repeated_contexts_do_not_break_cholesky():
-    x = np.full((ccmab.HISTORY, 5), 0.5)
-    found = ccmab.posterior(x[:2], x, np.ones(len(x)))
-    assert np.isfinite(found.mean).all()
-    assert np.isfinite(found.variance).all()
-    assert np.isfinite(covariances(found)).all()
-
-
-@given(st.integers(0, 2**32 - 1))
-@settings(max_examples=25, deadline=None)
-def test_kernel_of_sets_is_positive_semidefinite(seed):
-    rng = np.random.default_rng(seed)
-    x = rng.random((20, 5))
-    member = np.zeros((30, 20))
-    for row in member:
-        row[rng.choice(20, rng.integers(1, 6), replace=False)] = 1
-    assert np.linalg.eigvalsh(member @ ccmab.kernel(x, x) @ member.T).min() > -1e-9
-
-
-def test_exploration():
-    assert [round(ccmab.exploration(t), 6) for t in (1, 2, 10)] == [4.605170, 7.377759, 13.815511]
-
-
 # ---------------------------------------------------------------------------------------------------- the choice
-
-
-def set_score(mean, cov, beta, members):
-    index = np.array(members)
-    return mean[index].sum() + math.sqrt(beta * max(cov[np.ix_(index, index)].sum(), 0))
-
-
-@given(st.integers(0, 2**32 - 1), st.integers(1, 5))
-@settings(max_examples=30, deadline=None)
-def test_greedy_is_the_slow_greedy(seed, size):
-    rng = np.random.default_rng(seed)
-    root = rng.standard_normal((8, 8))
-    mean, cov = rng.standard_normal(8), root @ root.T
-    first, allowed = [6][: size - 1], [0, 1, 2, 3, 4, 6]
-    chosen = list(first)
-    while len(chosen) < size:
-        chosen.append(
-            max((i for i in allowed if i not in chosen), key=lambda i: set_score(mean, cov, 3.0, [*chosen, i]))
-        )
-    assert ccmab.greedy(mean, *parts(cov), 3.0, first=first, allowed=allowed, size=size, **FREE) == chosen
-
-
-def test_greedy_ties_go_to_the_lowest_and_it_stops_when_nobody_is_left():
-    mean, cov = np.zeros(4), np.eye(4)
-    assert ccmab.greedy(mean, *parts(cov), 1.0, first=[], allowed=[3, 1, 2], size=2, **FREE) == [1, 2]
-    assert ccmab.greedy(mean, *parts(cov), 1.0, first=[0], allowed=[2], size=4, **FREE) == [0, 2]
-
-
-def test_batch_spreads_over_unlike_contexts():
-    x = np.array([[0.0] * 5, [0.01] * 5, [1.0] * 5])
-    mean, cov = np.array([0.02, 0.01, 0.0]), ccmab.kernel(x, x)
-    kept = cov.copy()
-    assert greedy_batch(mean, *parts(cov), 4.0, first=[], allowed=[0, 1, 2], size=2, **FREE) == [
-        0,
-        2,
-    ]
-    assert greedy_batch(mean, *parts(cov), 4.0, first=[0], allowed=[1, 2], size=2, **FREE) == [
-        0,
-        2,
-    ]
-    np.testing.assert_array_equal(cov, kept)
-
-
-@pytest.mark.parametrize("search", [ccmab.greedy, greedy_batch])
-def test_a_round_of_thousands_of_devices_holds_no_matrix_of_all_pairs(search):
-    devices, rules = arms(3000), Settings(quota=0.01, search=search)
-    _, state = play(State(), devices, rules, lambda _: 0.1)
-    tracemalloc.start()
-    ccmab.select(state, devices, rules)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 30e6  # 3,000 x 3,000 numbers are 72 MB
 
 
 def test_overdue_oldest_first_at_most_a_quarter():
@@ -332,7 +190,7 @@ def test_overdue_oldest_first_at_most_a_quarter():
     assert ccmab.overdue([13, 13, 13], 4, 20) == [0]
 
 
-@pytest.mark.parametrize("search", [ccmab.greedy, greedy_batch])
+@pytest.mark.parametrize("search", [reward_model.greedy, greedy_batch])
 @pytest.mark.parametrize("seed", range(2))
 def test_nobody_starves(search, seed):
     rng = np.random.default_rng(seed)
@@ -364,7 +222,7 @@ def test_without_fairness_slow_devices_never_train():
     assert selection.overdue == ()
 
 
-@pytest.mark.parametrize("search", [ccmab.greedy, greedy_batch])
+@pytest.mark.parametrize("search", [reward_model.greedy, greedy_batch])
 @pytest.mark.parametrize("seed", range(10))
 def test_the_good_device_is_found(search, seed):
     """Section 10, "Learning": in all of rounds 41-80, in 10 of 10 seeds."""
@@ -388,7 +246,7 @@ def test_the_good_device_is_found(search, seed):
     assert all(taken[40:])
 
 
-@pytest.mark.parametrize("search", [ccmab.greedy, greedy_batch])
+@pytest.mark.parametrize("search", [reward_model.greedy, greedy_batch])
 @pytest.mark.parametrize("seed", range(3))
 def test_regret_is_lower_than_that_of_a_uniform_choice(search, seed):
     """Rewards grow with the samples that a device has, which its context says: the best three of twenty are known."""
@@ -411,14 +269,7 @@ def test_regret_is_lower_than_that_of_a_uniform_choice(search, seed):
     assert np.mean(hits[30:]) > 4 * 3 * 3 / 20  # four times what chance gives
 
 
-def test_a_budget_passes_over_those_who_do_not_fit():
-    mean, cov = np.array([0.3, 0.2, 0.1]), np.eye(3) * 1e-6
-    budget = {"seconds": np.array([4.0, 2.0, 1.0]), "budget_s": 5.0}
-    for search in (ccmab.greedy, greedy_batch):
-        assert search(mean, *parts(cov), 1.0, first=[], allowed=[0, 1, 2], size=3, **budget) == [0, 2]
-
-
-@pytest.mark.parametrize("search", [ccmab.greedy, greedy_batch])
+@pytest.mark.parametrize("search", [reward_model.greedy, greedy_batch])
 def test_a_cohort_keeps_within_the_budget_but_for_the_overdue(search):
     rules = Settings(quota=0.5, deadline_s=1e9, budget_s=6.0, search=search)
     devices = arms(8, samples=40)  # 4 s for the slowest, half a second for the fastest
@@ -589,3 +440,14 @@ def test_estimates_are_the_two_terms_of_each_devices_score():
         assert sum(selection.estimates[chosen]) == pytest.approx(max(map(sum, selection.estimates.values())))
     ruled, _ = ccmab.select(state, arms(6), rules, rule=lambda ids, n, _: ids[:n])
     assert ruled.estimates == {}
+
+
+@pytest.mark.parametrize("search", [reward_model.greedy, greedy_batch])
+def test_a_round_of_thousands_of_devices_holds_no_matrix_of_all_pairs(search):
+    devices, rules = arms(3000), Settings(quota=0.01, search=search)
+    _, state = play(State(), devices, rules, lambda _: 0.1)
+    tracemalloc.start()
+    ccmab.select(state, devices, rules)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 30e6  # 3,000 x 3,000 numbers are 72 MB
