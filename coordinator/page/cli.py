@@ -291,7 +291,8 @@ def page(settings: UiSettings, federation: str, config: Path | None) -> Page:
     """
     try:
         from coordinator.page.certificates import Certificates
-        from coordinator.page.server import Page, token_of
+        from coordinator.page.logins import token_of
+        from coordinator.page.server import Page
         from coordinator.rollout.overview import Overview
     except ModuleNotFoundError as error:
         raise ConfigError(f"a page needs {error.name}: pip install 'fedge[ui]'") from error

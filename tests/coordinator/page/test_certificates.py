@@ -40,7 +40,7 @@ async def url(issuer: Issuer, tmp_path: Path) -> AsyncIterator[str]:
     )
     with contextlib.closing(make_shop(tmp_path / "home")):
         async with page(settings, "shop", None) as shown:
-            shown._reading_is_free = False  # as on another address than this machine's own
+            shown._logins.reading_is_free = False  # as on another address than this machine's own
             yield shown.url
 
 

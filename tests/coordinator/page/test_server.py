@@ -17,8 +17,9 @@ import psutil
 import pytest
 from aiohttp import ClientSession, CookieJar, TCPConnector
 
-from coordinator.page import server
-from coordinator.page.server import Page, token_of
+from coordinator.page import logins, news
+from coordinator.page.logins import token_of
+from coordinator.page.server import Page
 from coordinator.store.requests import wishes_in
 from coordinator.store.store import Event, Store
 from coordinator.watch.state import Watch
@@ -140,18 +141,18 @@ async def test_actions_take_a_login_and_the_word_that_only_the_page_has(http: Cl
 async def test_a_wrong_token_is_refused_and_slow(http: ClientSession) -> None:
     begun = time.monotonic()
     assert (await http.post("api/login", json={"token": "guess"})).status == 403
-    assert time.monotonic() - begun >= server.WRONG_S
+    assert time.monotonic() - begun >= logins.WRONG_S
     assert not (await (await http.get("api/session")).json())["may_act"]
 
 
 async def test_who_has_the_token_waits_for_nobody_who_has_not(
     http: ClientSession, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(server, "WRONG_S", 3600.0)
+    monkeypatch.setattr(logins, "WRONG_S", 3600.0)
     wrong = [asyncio.create_task(http.post("api/login", json={"token": "guess"})) for _ in range(100)]
     done: set[asyncio.Task[Any]] = set()
     async with asyncio.timeout(300):
-        while len(done) < len(wrong) - server.MAX_WRONG:
+        while len(done) < len(wrong) - logins.MAX_WRONG:
             done, _ = await asyncio.wait(wrong, return_when=asyncio.FIRST_COMPLETED, timeout=0.1)
         assert {each.result().status for each in done} == {429}
         await log_in(http)
@@ -164,7 +165,7 @@ async def test_who_has_the_token_waits_for_nobody_who_has_not(
 async def test_who_has_logged_in_has_a_stream_before_who_has_not(
     http: ClientSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "MAX_STREAMS", 3)
+    monkeypatch.setattr(news, "MAX_STREAMS", 3)
     async with (
         asyncio.timeout(300),
         ClientSession(http._base_url, connector=TCPConnector(limit=0)) as nobody,
@@ -285,13 +286,13 @@ async def test_a_page_without_a_certificate_says_that_the_token_is_in_clear(
 
 async def test_a_stream_ends_with_the_login(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert store
-    monkeypatch.setattr(server, "HEARTBEAT_S", 0.1)
+    monkeypatch.setattr(news, "HEARTBEAT_S", 0.1)
     async with page(tmp_path, "0.0.0.0") as shown, ClientSession(cookie_jar=CookieJar(unsafe=True)) as http:
         url = shown.url.replace("0.0.0.0", "127.0.0.1")
         assert (await http.post(url + "api/login", json={"token": TOKEN})).status == 200
         async with asyncio.timeout(300), http.get(url + "api/stream") as stream:
             assert b"state" in await stream.content.readuntil(b"event: state")
-            shown._sessions = {cookie: (word, 0.0) for cookie, (word, _) in shown._sessions.items()}
+            shown._logins._sessions = {cookie: (word, 0.0) for cookie, (word, _) in shown._logins._sessions.items()}
             await stream.content.read()
 
 
@@ -342,7 +343,7 @@ async def test_the_state_is_made_once_for_all_open_pages_until_there_is_news(
     last = store.events(last=1)[0].number
     async with asyncio.timeout(300), http.get("api/stream", params={"after": last - 1}) as stream:
         await stream.content.readuntil(b"\n\n")
-        monkeypatch.setattr(server, "LOOK_S", 3600.0)
+        monkeypatch.setattr(news, "LOOK_S", 3600.0)
         while await state() != await state():  # the look that was under way when it was set
             pass
         seen = await state()

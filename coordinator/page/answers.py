@@ -1,0 +1,32 @@
+"""What answers of the page have in common."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from aiohttp import web
+
+HEADERS: Final = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src data:; form-action 'none'; base-uri 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+
+
+def answer_with(body: bytes) -> web.Response:
+    """Answer with this JSON."""
+    return web.Response(body=body, content_type="application/json", charset="utf-8")
+
+
+def read_number(request: web.Request, name: str, default: int, most: int) -> int:
+    """A number in the query.
+
+    Raises:
+        web.HTTPBadRequest: it is none.
+    """
+    text = request.query.get(name, str(default))
+    if not text.isdecimal() or len(text) > 20:
+        raise web.HTTPBadRequest(text=f"{name} is a number")
+    return min(int(text), most)

@@ -1,0 +1,139 @@
+"""Who may read the page, and who may act: the token, logins by it, and certificates."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import logging
+import re
+import secrets
+import time
+from pathlib import Path
+from typing import Final, NoReturn
+
+import msgspec
+from aiohttp import web
+
+from coordinator.page.certificates import Certificates, Login
+from fedge.system.files import write_atomically
+from fedge.system.logs import Lines
+
+log = logging.getLogger("fedge.ui")
+
+COOKIE: Final = "fedge"
+SESSION_S: Final = 12 * 3600.0
+"""Who has logged in may act so long."""
+MAX_SESSIONS: Final = 100
+LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
+WRONG_S: Final = 1.0
+"""A wrong token is answered so late."""
+MAX_WRONG: Final = 10
+"""Wrong tokens that wait for that at a time; more are refused at once, so that they hold no places."""
+
+
+class Token(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The token in a login."""
+
+    token: str
+
+
+def token_of(home: Path, given: str | None) -> str:
+    """The given token, or that in HOME/ui-token, which is created if missing."""
+    if given is not None:
+        return given
+    file = home / "ui-token"
+    if not file.exists():
+        write_atomically(file, secrets.token_hex(16).encode())
+    return file.read_text().strip()
+
+
+class Logins:
+    """Knows who asks.
+
+    Args:
+        host: where the page listens; on this machine's own address, reading is free.
+        token: required to act.
+        secure: whether connections are encrypted.
+        certificates: for logins of the federation's members.
+    """
+
+    def __init__(self, host: str, token: str, *, secure: bool, certificates: Certificates | None) -> None:
+        self._host = host.lower()
+        self._token = token
+        self._secure = secure
+        self._certificates = certificates
+        self.reading_is_free = _is_local(host)
+        self._sessions: dict[str, tuple[str, float]] = {}  # cookie -> secret against forged requests, expiry
+        self._n_wrong = 0  # logins with a wrong token that wait for their answer
+        self._lines = Lines()
+
+    def may_read(self, request: web.Request) -> bool:
+        """Whether the request may be answered at all."""
+        return self._is_free(request) or self.knows(request)
+
+    def _is_free(self, request: web.Request) -> bool:
+        """Whether reading takes no login: on this machine, asked for by its own name."""
+        name = re.sub(r":\d*\Z", "", request.host.lower()).strip("[]")
+        return self.reading_is_free and name in {*LOOPBACK, self._host}
+
+    def knows(self, request: web.Request) -> bool:
+        """Whether somebody asks who has logged in, or has the token."""
+        return self.login_of(request) is not None or self._bearer(request)
+
+    def login_of(self, request: web.Request) -> Login | None:
+        """Who asks; None: nobody who has logged in, or too long ago."""
+        word, until = self._sessions.get(request.cookies.get(COOKIE, ""), ("", 0.0))
+        if time.monotonic() < until:
+            return Login(word, may_act=True, name="token")
+        return None if self._certificates is None else self._certificates.login_of(request)
+
+    def _bearer(self, request: web.Request) -> bool:
+        """Programs such as Prometheus send the token itself."""
+        return is_same(request.headers.get("Authorization", ""), f"Bearer {self._token}")
+
+    async def session(self, request: web.Request) -> web.Response:
+        """Answer who asks, and what they may do."""
+        login = self.login_of(request)
+        may_act = login is not None and login.may_act
+        told = {"may_act": may_act, "may_read": self._is_free(request) or login is not None, "login": not may_act}
+        return web.json_response(told | {"csrf": login.word if login else ""})
+
+    async def login(self, request: web.Request) -> web.Response:
+        """Let in who shows the token."""
+        given = msgspec.json.decode(await request.read(), type=Token)
+        if not is_same(given.token, self._token):
+            await self._refuse_login(request)
+        now = time.monotonic()
+        self._sessions = {k: v for k, v in self._sessions.items() if v[1] > now}
+        if len(self._sessions) >= MAX_SESSIONS:
+            del self._sessions[next(iter(self._sessions))]
+        cookie = secrets.token_urlsafe(32)
+        self._sessions[cookie] = (secrets.token_urlsafe(32), now + SESSION_S)
+        answer = web.json_response({})
+        answer.set_cookie(COOKIE, cookie, httponly=True, samesite="Strict", secure=self._secure, max_age=int(SESSION_S))
+        return answer
+
+    async def _refuse_login(self, request: web.Request) -> NoReturn:
+        """Late, but whoever has the token waits for nobody."""
+        self._lines.warning(log, "event=login_refused address=%s", request.remote)
+        if self._n_wrong >= MAX_WRONG:
+            raise web.HTTPTooManyRequests(text="too many wrong tokens come in; try again in a second")
+        self._n_wrong += 1
+        try:
+            await asyncio.sleep(WRONG_S)
+        finally:
+            self._n_wrong -= 1
+        raise web.HTTPForbidden(text="this is not the token")
+
+
+def is_same(shown: str, secret: str) -> bool:
+    """Compare without telling by the time how much was right; a header may hold any bytes."""
+    return hmac.compare_digest(shown.encode(errors="surrogateescape"), secret.encode(errors="surrogateescape"))
+
+
+def _is_local(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

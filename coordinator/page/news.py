@@ -1,0 +1,154 @@
+"""News for open pages: events as they happen, in streams."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Final, Protocol
+
+import msgspec
+from aiohttp import web
+
+from coordinator.page.answers import HEADERS, read_number
+from coordinator.page.logins import Logins
+from coordinator.store.store import Event
+from coordinator.watch.state import told
+from fedge.errors import StoreError
+
+log = logging.getLogger("fedge.ui")
+
+LOOK_S: Final = 0.5
+"""Pause between two looks for news."""
+MAX_STREAMS: Final = 50
+"""Pages that are told of news at the same time."""
+HEARTBEAT_S: Final = 10.0
+"""A page that listens hears something at least so often."""
+MAX_NEWS: Final = 1000
+"""Events that a page is told of at once; of more, the last ones."""
+MAX_BEHIND: Final = 100
+"""Looks with news that wait for a page; one that takes nothing for longer misses the next ones."""
+Lines = list[tuple[int, bytes]]
+"""Events by number, as lines of the stream; empty: of a rollout, or of times."""
+
+
+class Reads(Protocol):
+    """Has work done in the thread that reads."""
+
+    def __call__(self, work: Callable[[], Lines], /) -> Awaitable[Lines]:
+        """Its result."""
+
+
+class News:
+    """Tells listeners what happens.
+
+    Args:
+        read: has work done in the thread that reads.
+        events: reads the store's events, as `Store.events`.
+        version: changes with the rollouts.
+        forget: called before each look for news.
+        logins: know who may listen.
+    """
+
+    def __init__(
+        self,
+        read: Reads,
+        events: Callable[..., list[Event]],
+        version: Callable[[], object],
+        forget: Callable[[], None],
+        logins: Logins,
+    ) -> None:
+        self._read = read
+        self._events = events
+        self._version = version
+        self._forget = forget
+        self._logins = logins
+        self._streams: dict[asyncio.Queue[Lines | None], bool] = {}  # whether it has logged in; the oldest first
+        self._sent = 0  # number of the last event that streams were told of
+
+    @property
+    def heard(self) -> bool:
+        """Whether anybody listens."""
+        return bool(self._streams)
+
+    def end(self) -> None:
+        """End all streams."""
+        for queue in self._streams:
+            queue.put_nowait(None)
+
+    async def look(self) -> None:
+        """Send news to all listeners."""
+        rollouts = self._version()
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if rollouts != (rollouts := await asyncio.to_thread(self._version)):
+                self.send([])
+            try:
+                new = await self._read(self._unsent)
+            except StoreError as error:
+                log.warning("event=cannot_read reason=%r", str(error))
+                continue
+            if new:
+                self.send(new)
+
+    def _unsent(self) -> Lines:
+        """What has happened since the last look; nothing is read if no page is open."""
+        self._forget()
+        new = self._events(after=self._sent, last=MAX_NEWS if self._streams else 1)
+        self._sent = new[-1].number if new else self._sent
+        return _lines(new)
+
+    def send(self, news: Lines) -> None:
+        """Tell all listeners."""
+        for queue in self._streams:
+            if queue.qsize() < MAX_BEHIND:
+                queue.put_nowait(news)
+
+    async def stream(self, request: web.Request) -> web.StreamResponse:
+        """Stream events as they occur."""
+        known = self._logins.knows(request)
+        if len(self._streams) >= MAX_STREAMS:
+            self._end_a_stream(known=known)
+        last = request.headers.get("Last-Event-ID", "")
+        follows = last.isdecimal() and len(last) < 19
+        after = int(last) if follows else read_number(request, "after", 0, 1 << 62)
+        answer = web.StreamResponse(headers=HEADERS | {"Content-Type": "text/event-stream"})
+        queue: asyncio.Queue[Lines | None] = asyncio.Queue()
+        self._streams[queue] = known
+        try:
+            await answer.prepare(request)
+            if missed := await self._read(lambda: _lines(self._events(after=after, last=MAX_NEWS))):
+                await answer.write(b"".join(line for _, line in missed))
+                after, _ = missed[-1]
+            while True:
+                new: Lines | None = []
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(HEARTBEAT_S):
+                        new = await queue.get()
+                if new is None or not self._logins.may_read(request):  # revoked meanwhile, or logged in too long ago
+                    return answer
+                if not new:
+                    await answer.write(b"event: state\ndata: {}\n\n")
+                elif lines := b"".join(line for number, line in new if number > after):
+                    await answer.write(lines)
+        except ConnectionError:
+            return answer
+        finally:
+            self._streams.pop(queue, None)
+
+    def _end_a_stream(self, *, known: bool) -> None:
+        """Make room: the oldest stream of somebody who has not logged in ends, for one who has.
+
+        Raises:
+            web.HTTPServiceUnavailable: nobody makes way.
+        """
+        oldest = next((queue for queue, theirs in self._streams.items() if known and not theirs), None)
+        if oldest is None:
+            raise web.HTTPServiceUnavailable(text="too many pages are open; who logs in has a place before who has not")
+        del self._streams[oldest]
+        oldest.put_nowait(None)
+
+
+def _lines(events: list[Event]) -> Lines:
+    return [(each.number, b"id: %d\ndata: %b\n\n" % (each.number, msgspec.json.encode(told(each)))) for each in events]
