@@ -10,38 +10,31 @@ import secrets
 import shutil
 import sys
 import time
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from coordinator.demo.baselines import BASELINES, as_simulated, baselines
+from coordinator.demo.broker import broker_of
 from coordinator.demo.processes import Child, Children, ProcessError, tail
-from coordinator.fleet.fleet import Fleet
-from coordinator.fleet.simulated.fleet import SimulatedFleet
-from coordinator.methods.baselines.local import Local, learn_alone
-from coordinator.methods.catalogue import make, method_class
-from coordinator.methods.method import Method
-from coordinator.methods.rounds import steps_alone
-from coordinator.methods.settings import DEFAULT, MethodSettings, Option
-from coordinator.methods.state import ModelState
+from coordinator.methods.baselines.local import Local
+from coordinator.methods.catalogue import method_class
+from coordinator.methods.settings import Option
 from coordinator.selection.select import cohort_size
 from coordinator.service.cli import Progress
 from coordinator.simulation.compare import compare_runs
 from coordinator.simulation.evaluation import epsilon_spent
 from coordinator.simulation.federation import Federation, require_summable
-from coordinator.simulation.interface import one_thread
 from coordinator.simulation.reports.comparison import Comparison, Demonstration
 from coordinator.simulation.reports.outcome import DeviceOutcome, Point, RunOutcome, outcome_of, score
-from coordinator.simulation.run import Watch, run_on
-from coordinator.simulation.settings import DemoSettings, Scenario, Setup
-from coordinator.watch.state import count_devices
+from coordinator.simulation.run import Watch
+from coordinator.simulation.settings import DemoSettings, Setup
+from coordinator.watch.words import count_devices
 from fedge.bundle.manifest import Part, PoolInfo, look
-from fedge.commands.broker import LocalBroker
 from fedge.data.preprocessing import apply
-from fedge.errors import ConfigError, FruitlessError, TransportError, failing_as
 from fedge.models.build import initial
 from fedge.models.training import Network
 from fedge.privacy.egress import FILE as EGRESS
@@ -49,18 +42,13 @@ from fedge.system.files import write_atomically
 from fedge.tasks import Partitioning, partition, write_share, write_task
 from fedge.tasks.partition import samples_of
 from fedge.tensors.layout import HEAD, Layout, Model, Tensors, flatten, from_bytes
-from fedge.wire.connection.route import parse_address
 from fedge.wire.messages import Role
-from fedge.wire.streams import connection
 
 POLL_S: Final = 0.2
-REACH_S: Final = 10.0
-"""Time limit for connecting to the user's own broker."""
 SERVER_DATA: Final = 0.05  # of all samples, as in `fedge simulate`
 DEADLINE_S: Final = 240
 """Of a round. Generous: on this machine the devices share a few cores, and each imports torch in its first round."""
 PARALLEL_INFERENCE: Final = 2
-BASELINES: Final = ("local", "fedavg", "fedavg+ft")
 SERVER_FILE: Final = "server_data.npz"
 LIMITS: Final[dict[str, int]] = {"mnist": 4000, "fashion-mnist": 4000, "image-folder": 4000}
 """Default samples of the large sets: a demo takes minutes, not hours."""
@@ -91,12 +79,6 @@ def run(settings: DemoSettings, watch: Watch, options: Mapping[str, Option], beg
         wall_s=round(time.monotonic() - began, 1),
         places=dict(zip(trial["ids"], trial["places"], strict=True)),
     )
-
-
-def as_simulated(settings: DemoSettings) -> Scenario:
-    """The settings of a simulation with the same data, devices and budget."""
-    shared = {name: getattr(settings, name) for name in Setup.__struct_fields__}
-    return Scenario(**shared, global_test=0.0, hardware="none")
 
 
 async def over_mqtt(
@@ -202,26 +184,6 @@ def partition_samples(settings: DemoSettings, *, server_data: bool = False) -> F
 # ------------------------------------------------------------------------------------------------ the federation
 
 
-@contextlib.asynccontextmanager
-async def broker_of(settings: DemoSettings) -> AsyncIterator[tuple[str, str]]:
-    """Address and name of the broker: our own, or the user's.
-
-    Raises:
-        ConfigError: it is neither.
-        TransportError: it does not start, or cannot be reached.
-    """
-    if ":" in settings.broker:
-        if settings.secure:
-            raise ConfigError(f"--secure starts a broker of its own: it cannot use {settings.broker}")
-        at = parse_address(settings.broker)
-        await reach(at.host, at.port)
-        yield settings.broker, settings.broker
-    else:
-        own = settings.folder / "provision" / "broker" if settings.secure else None
-        async with LocalBroker(settings.broker, home=settings.folder / "broker", identity=own) as broker:
-            yield f"{broker.host}:{broker.port}", broker.name
-
-
 async def enrol(settings: DemoSettings, federation: str, devices: Collection[str], children: Children) -> None:
     """Found the federation, and give its devices their certificates, all by the commands.
 
@@ -255,20 +217,6 @@ async def ended(children: Children, name: str, arguments: Sequence[str]) -> Chil
         await asyncio.sleep(POLL_S / 4)
     child.require(0)
     return child
-
-
-async def reach(host: str, port: int) -> None:
-    """Check that the broker is listening.
-
-    Raises:
-        TransportError: it is not.
-    """
-    try:
-        async with asyncio.timeout(REACH_S), connection(host, port):
-            pass
-    except OSError as error:  # a timeout is one, too
-        why = str(error) or f"no answer within {REACH_S:.0f} s"
-        raise TransportError(f"the broker at {host}:{port} cannot be reached: {why}") from error
 
 
 async def federate(
@@ -365,48 +313,6 @@ def installed_bundles(settings: DemoSettings, cameras: Federation, summary: Mapp
 
 
 # ------------------------------------------------------------------------------------------------ the comparison
-
-
-class Alone(Local):
-    """Every device alone, for as many rounds as it trained in the federation."""
-
-    def __init__(self, settings: MethodSettings, trained: Mapping[str, int]) -> None:
-        super().__init__(msgspec.structs.replace(settings, protection=DEFAULT.protection))  # nothing is sent
-        self._trained = trained
-
-    async def advance(self, state: ModelState, fleet: Fleet) -> ModelState:
-        """All devices, once, before any round."""
-        assert isinstance(fleet, SimulatedFleet)
-        fleet.round, sgd = 0, self.settings.sgd
-        steps = {device.id: self._trained[device.id] * steps_alone(device, sgd) for device in fleet.devices()}
-        installed = await learn_alone(fleet, state.model, sgd, steps)
-        return msgspec.structs.replace(state, round=1, installed=installed)
-
-
-def baselines(
-    settings: DemoSettings, cameras: Federation, summary: Mapping[str, Any], watch: Watch
-) -> list[RunOutcome]:
-    """Simpler ways to learn with the same budget: every device alone, FedAvg, and FedAvg with fine-tuning."""
-    trained = spent(settings, cameras, summary)
-    share = sum(trained.values()) / (settings.rounds * len(trained))
-    scenario = msgspec.structs.replace(as_simulated(settings), participation=share)
-    given = scenario.for_method(settings.seed, {})
-    ways = Alone(given, trained), make("fedavg", given), make("fedavg+ft", given)
-
-    def measured(label: str, way: Method[Any]) -> RunOutcome:
-        home = settings.folder / "baselines" / label
-        with failing_as(FruitlessError, f"the baseline {label}", on=FruitlessError):
-            return run_on(cameras, way, scenario, settings.seed, home, label, lambda line: watch(f"{label}  {line}"))
-
-    with one_thread():
-        return [measured(label, way) for label, way in zip(BASELINES, ways, strict=True)]
-
-
-def spent(settings: DemoSettings, cameras: Federation, summary: Mapping[str, Any]) -> dict[str, int]:
-    """Rounds of local training of each device; for `local`, which has no rounds, as many as in other methods."""
-    if summary["selection"]:
-        return dict(summary["selection"])
-    return dict.fromkeys(cameras.shares, max(1, round(settings.rounds * settings.participation)))
 
 
 async def infer(

@@ -22,7 +22,8 @@ from msgspec import Struct
 from coordinator.store.requests import act
 from coordinator.store.store import Store
 from coordinator.watch.options import HOME, HOME_HELP, JSON, STORE, STORE_HELP, ago, opened
-from coordinator.watch.state import Watch, read_summary, told
+from coordinator.watch.state import Watch, read_summary
+from coordinator.watch.words import told
 from fedge.errors import ConfigError
 from fedge.identity.tls import HttpCertificate, HttpKey, ListenHost, ListenPort, server_tls
 from fedge.membership.credentials import CA

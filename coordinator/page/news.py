@@ -14,7 +14,7 @@ from aiohttp import web
 from coordinator.page.answers import HEADERS, read_number
 from coordinator.page.logins import Logins
 from coordinator.store.store import Event
-from coordinator.watch.state import told
+from coordinator.watch.words import told
 from fedge.errors import StoreError
 
 log = logging.getLogger("fedge.ui")

@@ -31,7 +31,8 @@ from coordinator.page.news import MAX_STREAMS, News
 from coordinator.rollout.overview import Overview
 from coordinator.store.requests import ACTIONS, act
 from coordinator.store.store import Event, Store
-from coordinator.watch.state import Watch, told
+from coordinator.watch.state import Watch
+from coordinator.watch.words import told
 from fedge.errors import ConfigError, StoreError, TransportError
 from fedge.system.text import host_and_port
 from fedge.wire.openmetrics import exposition

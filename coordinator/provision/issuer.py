@@ -15,10 +15,8 @@ belong to other users and are never read here: a compromised part of the server 
 from __future__ import annotations
 
 import datetime as dt
-import ipaddress
-import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -26,9 +24,18 @@ import msgspec
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+from cryptography.x509.oid import ExtendedKeyUsageOID
 from msgspec import Meta, Struct
 
+from coordinator.provision.extensions import (
+    BACKDATED,
+    authority_of,
+    begin_certificate,
+    names_of_host,
+    require_host,
+    self_signed,
+    usage_of,
+)
 from coordinator.provision.members import MEMBERS, Member, Members, read_members, write_members
 from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError
@@ -43,14 +50,10 @@ from fedge.system.text import host_and_port
 
 CA_KEY: Final = "ca.key"
 SETTINGS: Final = "federation.json"
-CA_DAYS: Final = 30 * 365
-"""The authority outlives the fleet: a new one means a new start-up kit for each device."""
 CRL_DAYS: Final = 365
 """Nobody is let in by a list that is older. It is made anew with each revocation, and by `renew` after two thirds."""
 LEAVES_LIST: Final = dt.timedelta(days=365)
 """A revoked certificate leaves the list so long after it expired: the clock of a device may be behind."""
-BACKDATED: Final = dt.timedelta(days=1)
-"""A device whose clock is a little behind may use its certificate at once."""
 SERVER: Final = (Role.BROKER, Role.COORDINATOR, Role.STATUS, Role.ROLLOUT)
 """What every federation has."""
 PARTS: Final = tuple(role for role in Role if role.speaks_as is not Role.DEVICE)
@@ -58,11 +61,6 @@ PARTS: Final = tuple(role for role in Role if role.speaks_as is not Role.DEVICE)
 KNOW_REVOKED: Final = (Role.BROKER, Role.COORDINATOR, Role.INTAKE)
 KNOW_MEMBERS: Final = (Role.COORDINATOR, Role.INTAKE)
 Days = Annotated[int, Meta(ge=1, le=10 * 365)]
-
-
-_LABEL: Final = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
-HOST: Final = rf"{_LABEL}(?:\.{_LABEL})*"
-"""Of a name that a certificate can have: letters beyond ASCII only as xn--..."""
 
 
 class Federation(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -117,7 +115,7 @@ class Issuer:
             folder.chmod(0o755)  # broker and coordinator run as other users, and have folders in it
             key = certificates.new_key()
             write_atomically(folder / CA_KEY, pem_of_key(key))
-            write_atomically(folder / CA, pem_of(_self_signed(settings.federation, key, clock())))
+            write_atomically(folder / CA, pem_of(self_signed(settings.federation, key, clock())))
             write_atomically(folder / SETTINGS, msgspec.json.format(msgspec.json.encode(settings), indent=1))
             issuer = cls(folder, clock)
             issuer._holds = True
@@ -250,14 +248,14 @@ class Issuer:
         usage = ExtendedKeyUsageOID.SERVER_AUTH if subject.role is Role.BROKER else ExtendedKeyUsageOID.CLIENT_AUTH
         names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(subject.uri)]
         if subject.role is Role.BROKER:
-            names += _names_of_host(self.settings.host)
+            names += names_of_host(self.settings.host)
         certificate = (
-            _builder(certificates.distinguished(subject), self.certificate.subject, key, at - BACKDATED, end)
+            begin_certificate(certificates.distinguished(subject), self.certificate.subject, key, at - BACKDATED, end)
             .add_extension(x509.SubjectAlternativeName(names), critical=False)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(x509.ExtendedKeyUsage([usage]), critical=False)
-            .add_extension(_usage(signs=True), critical=True)
-            .add_extension(_authority_of(self._key), critical=False)
+            .add_extension(usage_of(signs=True), critical=True)
+            .add_extension(authority_of(self._key), critical=False)
             .sign(self._key, hashes.SHA256())
         )
         serial = f"{certificate.serial_number:x}"
@@ -301,7 +299,7 @@ class Issuer:
             .last_update(at)
             .next_update(at + dt.timedelta(days=CRL_DAYS))
             .add_extension(x509.CRLNumber(number), critical=False)
-            .add_extension(_authority_of(self._key), critical=False)
+            .add_extension(authority_of(self._key), critical=False)
         )
         for serial, when in sorted(self._still_needed(entries).items()):
             entry = x509.RevokedCertificateBuilder().serial_number(serial).revocation_date(when)
@@ -392,63 +390,3 @@ def _number(revoked: x509.CertificateRevocationList) -> int:
 
 def _text(at: dt.datetime) -> str:
     return f"{at:%Y-%m-%dT%H:%M:%SZ}"
-
-
-def _self_signed(federation: str, key: ec.EllipticCurvePrivateKey, at: dt.datetime) -> x509.Certificate:
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"fedge {federation}")])
-    end = at + dt.timedelta(days=CA_DAYS)
-    builder = _builder(name, name, key.public_key(), at - BACKDATED, end)
-    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-    return builder.add_extension(_usage(signs=False), critical=True).sign(key, hashes.SHA256())
-
-
-def _builder(
-    name: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, begin: dt.datetime, end: dt.datetime
-) -> x509.CertificateBuilder:
-    number = x509.random_serial_number()
-    builder = x509.CertificateBuilder(issuer, name, key, number, begin, end)
-    return builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
-
-
-def _authority_of(key: ec.EllipticCurvePrivateKey) -> x509.AuthorityKeyIdentifier:
-    return x509.AuthorityKeyIdentifier.from_issuer_public_key(key.public_key())
-
-
-def _usage(*, signs: bool) -> x509.KeyUsage:
-    """Key usage: members sign messages and handshakes, an authority certificates and lists."""
-    return x509.KeyUsage(
-        digital_signature=signs,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        key_cert_sign=not signs,
-        crl_sign=not signs,
-        encipher_only=False,
-        decipher_only=False,
-    )
-
-
-def require_host(host: str) -> None:
-    """Refuse what is neither a name nor an address: it goes into certificates, kits and configurations.
-
-    Raises:
-        ConfigError: it is none.
-    """
-    with suppress(ValueError):
-        ipaddress.ip_address(host)
-        return
-    if not re.fullmatch(HOST, host) or len(host) > 253:
-        raise ConfigError(
-            f"{host!r} is no host: give the broker's name, such as edge-server.local, or its address, such as "
-            "192.168.1.5 or fd00::5; its port is --port"
-        )
-
-
-def _names_of_host(host: str) -> list[x509.GeneralName]:
-    """The broker certificate's names: the host, and the machine's own names for itself."""
-    names: list[x509.GeneralName] = [x509.IPAddress(ipaddress.ip_address(text)) for text in ("127.0.0.1", "::1")]
-    try:
-        return [*names, x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address(host))]
-    except ValueError:
-        return [*names, *(x509.DNSName(name) for name in dict.fromkeys((host, "localhost")))]

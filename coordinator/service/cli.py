@@ -23,8 +23,9 @@ from coordinator.service.service import Observer, happened, help_out, serve
 from coordinator.service.settings import CoordinatorSettings
 from coordinator.store.store import Store
 from coordinator.watch.options import HOME_HELP, ago, lasting
-from coordinator.watch.state import count_devices, headline, read_summary, without_bundle_because
+from coordinator.watch.state import read_summary
 from coordinator.watch.tracking import tracking
+from coordinator.watch.words import count_devices, headline, without_bundle_because
 from fedge.errors import ConfigError, ProtocolError, StoreError
 from fedge.identity.names import Role, Subject
 from fedge.membership.credentials import Credentials

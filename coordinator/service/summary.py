@@ -21,7 +21,8 @@ from coordinator.methods.state import State
 from coordinator.service.settings import CoordinatorSettings
 from coordinator.store.requests import wishes_in
 from coordinator.store.store import Store
-from coordinator.watch.state import read_summary, without_bundle_because
+from coordinator.watch.state import read_summary
+from coordinator.watch.words import without_bundle_because
 from fedge.errors import ConfigError, FruitlessError, StoreError
 from fedge.system.files import write_atomically
 from fedge.wire.messages import BlobRef

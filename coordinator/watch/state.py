@@ -14,10 +14,20 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
-from coordinator.store.records import OrderStatus
-from coordinator.store.store import Entry, Event, Store
+from coordinator.store.store import Event, Store
+from coordinator.watch.words import (
+    headline,
+    passed_over,
+    row_of,
+    row_of_end,
+    row_of_entry,
+    sentence,
+    taken,
+    told,
+    trouble_of,
+)
 from fedge.errors import ConfigError, StoreError
-from fedge.wire.messages import Outcome, Presence, Why
+from fedge.wire.messages import Outcome
 
 POINTS: Final = 200
 """Accuracies that are kept of a device: of more, every other one of those before the last goes."""
@@ -82,7 +92,7 @@ class Watch:
                 for old in list(self._rounds)[:-ROUNDS]:
                     del self._rounds[old]
             case "chosen":
-                self._passed |= dict(_passed_over(fields))
+                self._passed |= dict(passed_over(fields))
                 self._now = dict.fromkeys(self._passed, "not asked") | self._now | dict.fromkeys(fields["ids"], "asked")
             case "asked":  # again, if the coordinator was started again
                 row = self._row(event)
@@ -172,17 +182,17 @@ class Watch:
     def asked(self, number: int, device: str | None = None) -> Iterator[dict[str, Any]]:
         """By device: its order in a round and the outcome; or why it was not chosen or absent."""
         entries = [e for e in self._store.entries(number) if device in {None, e.order.device_id}]
-        rows = [_entry(entry) for entry in entries]
+        rows = [row_of_entry(entry) for entry in entries]
         stored = {row["device"] for row in rows}
         passed: dict[str, str] = {}
         chosen: dict[str, str] = {}
         for event in self._events_of(number, device):
             match event.name:
                 case "answer" | "closed" if event.device not in stored and device in {None, event.device}:
-                    rows.append(_ended(event))
+                    rows.append(row_of_end(event))
                 case "chosen":
-                    passed |= dict(_passed_over(event.fields))
-                    chosen |= dict(_taken(event.fields))
+                    passed |= dict(passed_over(event.fields))
+                    chosen |= dict(taken(event.fields))
                 case "left_out":
                     passed[event.device] = event.fields["reason"]
                 case "problem" if event.device not in passed:
@@ -193,7 +203,7 @@ class Watch:
             yield row | {"chosen": chosen.get(row["device"], ""), "why": why}
         for i in sorted(passed.keys() - asked):
             if device in {None, i}:
-                yield _told_of(i, "", "not asked", why=passed[i]) | {"chosen": ""}
+                yield row_of(i, "", "not asked", why=passed[i]) | {"chosen": ""}
 
     def _events_of(self, number: int, device: str | None) -> list[Event]:
         """A round's events; of a device: its own, and those that are nobody's."""
@@ -262,153 +272,3 @@ def _counted(row: Mapping[str, Any]) -> str:
     counts = {"answered": row["answered"], "late": row["late"], "failed or declined": row["failed"], "open": _open(row)}
     asked = "1 order" if row["asked"] == 1 else f"{row['asked']} orders"
     return ", ".join([asked, *(f"{n} {name}" for name, n in counts.items() if n)])
-
-
-def headline(summary: Mapping[str, Any]) -> str:
-    """The run's progress in one line."""
-    number, rounds = summary["round"], summary["rounds"]
-    if summary.get("failed"):
-        return f"failed: {summary['failed']}"
-    if summary["done"]:
-        return f"done after {rounds} rounds, {len(summary['installed'])} bundles installed"
-    if summary["paused"]:
-        return f"paused after round {number} of {rounds}"
-    if summary["waiting"]:
-        return f"waiting until {summary['waiting']} devices are there"
-    if number >= rounds:
-        return "the end is under way: devices write their bundles"
-    return f"round {number + 1} of {rounds} is under way"
-
-
-def trouble_of(i: str, summary: Mapping[str, Any], since: int = 0) -> str:
-    """Why a device takes no part, or its last problem, from round `since` on; empty: nothing."""
-    known = summary["fleet"].get(i)
-    if i in summary["retired"]:
-        return "retired: it gets no more orders"
-    if out := summary["quarantined"].get(i):
-        names = ", ".join(f"{each['name']} in round {each['round']}" for each in out["evidence"])
-        return f"in quarantine until round {out['until']}: {names}"
-    if known is not None and known["presence"] != Presence.ONLINE:
-        return f"it is {known['presence']}"
-    if (problem := summary["problems"].get(i)) and problem["round"] >= since:
-        return f"round {problem['round']}: {problem['reason']}"
-    if i in summary["clocks"]:
-        return "its clock differs from ours"
-    return ""
-
-
-def without_bundle_because(summary: Mapping[str, Any]) -> dict[str, str]:
-    """Why each device that should have a bundle has none, by ascending id."""
-    return {i: trouble_of(i, summary) or "it did not say why" for i in summary["without_bundle"]}
-
-
-def _told_of(
-    device: str, step: str, outcome: str, *, seconds: float = 0.0, size_bytes: int | None = None, why: str = ""
-) -> dict[str, Any]:
-    """An order as people see it."""
-    return {"device": device, "step": step, "outcome": outcome, "seconds": seconds, "bytes": size_bytes, "why": why}
-
-
-def _entry(entry: Entry) -> dict[str, Any]:
-    """An order that is stored."""
-    device, step, report = entry.order.device_id, entry.order.label, entry.report
-    if report is None:
-        outcome = "late" if entry.status is OrderStatus.EXPIRED else str(entry.status)
-        return _told_of(device, step, outcome, why=entry.reason)
-    done = report.outcome is Outcome.DONE
-    outcome, why = ("answered", "") if done else (str(report.outcome), (report.why or Why.OTHER).words)
-    size_bytes = sum(ref.size_bytes for ref in report.blobs)
-    return _told_of(device, step, outcome, seconds=report.seconds, size_bytes=size_bytes, why=why)
-
-
-def _ended(event: Event) -> dict[str, Any]:
-    """An order that is no longer stored, by the event that told how it ended."""
-    f = event.fields
-    if event.name == "closed":
-        return _told_of(event.device, f["label"], "late" if f["late"] else "rejected", why=f["reason"])
-    outcome = "answered" if f["result"] == Outcome.DONE else f["result"]
-    return _told_of(event.device, f["label"], outcome, seconds=f.get("seconds", 0.0))
-
-
-def _passed_over(fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Why devices were not chosen to train, by id."""
-    chosen, deadline = set(fields["ids"]), fields["deadline_s"]
-    for i, seconds in fields["seconds"].items():
-        if i in chosen:
-            continue
-        if deadline is not None and seconds > deadline:
-            yield i, f"not chosen: it would take about {seconds:.3g} s, and the deadline is {deadline:.3g} s"
-        else:
-            how = f", at about {seconds:.3g} s" if seconds else ""
-            others = "1 other" if len(chosen) == 1 else f"{len(chosen)} others"
-            yield i, f"not chosen: the selection took {others}{how}{_estimate(fields, i)}"
-
-
-def _taken(fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Why devices were chosen to train, by id."""
-    for i in fields["ids"]:
-        if i in fields["overdue"]:
-            yield i, "chosen: it had waited long"
-            continue
-        how = ""
-        if seconds := fields["seconds"].get(i):
-            limit = "" if fields["deadline_s"] is None else f", within the deadline of {fields['deadline_s']:.3g} s"
-            how = f": it would take about {seconds:.3g} s{limit}"
-        yield i, f"chosen among {len(fields['seconds'])}{how}{_estimate(fields, i)}"
-
-
-def _estimate(fields: Mapping[str, Any], i: str) -> str:
-    """What the bandit expected of a device; empty where another rule chose."""
-    if i not in fields.get("estimates", {}):  # events of an earlier fedge have none
-        return ""
-    gain, bonus = fields["estimates"][i]
-    return f"; expected gain {gain:.3f}, exploration bonus {bonus:.3f}"
-
-
-def sentence(row: Mapping[str, Any]) -> str:
-    """A device's order and its outcome in words."""
-    step = f"{row['step']}: " if row["step"] else ""
-    took = f" after {row['seconds']:.1f} s" if row["seconds"] else ""
-    return f"{step}{row['outcome']}{took}" + (f", {row['why']}" if row["why"] else "")
-
-
-def told(event: Event) -> dict[str, Any]:
-    """An event for people, as JSON values."""
-    return {
-        "number": event.number,
-        "at": event.at,
-        "round": event.round,
-        "name": event.name,
-        "device": event.device,
-        "text": text_of(event),
-    }
-
-
-def count_devices(n: int) -> str:
-    """A number of devices in words."""
-    return "1 device" if n == 1 else f"{n} devices"
-
-
-def text_of(event: Event) -> str:
-    """An event in words."""
-    f = event.fields
-    took = f" after {f['seconds']:.1f} s" if f.get("seconds") and event.name == "answer" else ""
-    match event.name:
-        case "waiting":
-            text = f"until {f['devices']} devices are there"
-        case "round_begun":
-            text = count_devices(f["devices"])
-        case "asked":
-            text = f"{f['label']}: {count_devices(f['devices'])}"
-        case "answer":
-            text = f"{f['label']}: {f['result']}{took}"
-        case "chosen":
-            late = f", {len(f['overdue'])} of them since they had waited long" if f["overdue"] else ""
-            text = f"{len(f['ids'])} of {len(f['seconds'])} devices chosen{late}"
-        case "closed":
-            text = f"{f['label']}: {f['reason']}"
-        case "round_done":
-            text = "" if f["accuracy"] is None else f"accuracy {100 * f['accuracy']:.1f} %"
-        case _:
-            text = ", ".join(str(value) for value in f.values() if value != "")
-    return text

@@ -1,9 +1,9 @@
 """A device, as steps see it.
 
-`device` is what a step may use, `worker` carries out orders, `encoding` makes uploads, `room` keeps arrays that are too
-large for memory. Agents and simulations use it. Begin with `device`.
+`device` is what a step may use, with `files` that last, `worker` carries out orders, `encoding` makes uploads, `room`
+keeps arrays that are too large for memory. Agents and simulations use it. Begin with `device`.
 """
 
 from fedge.system.moved import names_of
 
-__getattr__ = names_of(__name__, "device")
+__getattr__ = names_of(__name__, "device", "files")

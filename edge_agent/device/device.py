@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -22,12 +21,13 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
+from edge_agent.device.files import Files, numbers_in
 from fedge.bundle.manifest import digest_in
 from fedge.errors import MALFORMED, DamagedError, FedgeError, ProtocolError, TransportError, failing_as
 from fedge.models import weights
 from fedge.steps.contract import Failed, Steps, device_half
 from fedge.steps.mixture.install import Installed
-from fedge.system.files import digest_of, highest_release, remove_unread, write_atomically
+from fedge.system.files import digest_of, highest_release, remove_unread
 from fedge.system.stopping import Stop, never
 from fedge.tensors.layout import Codec, Model, flatten, from_bytes, to_bytes, unflatten
 from fedge.wire.messages import BlobRef, Order, Why
@@ -110,63 +110,6 @@ class Kept(Struct, frozen=True, kw_only=True):
     step: str
     tensors: bytes
     shareable: bool = False
-
-
-class Files:
-    """Durable files of one federation and method, by name and round.
-
-    HOME/kept/{run}/{name}/{round}
-
-    An order of a round may read files of earlier rounds and writes its own. A file that was read stays until a later
-    round, so an order repeated after a kill -9 finds the same files and gives the same bytes. Runs never mix: the first
-    file of a new run deletes those of older runs.
-    """
-
-    def __init__(self, home: Path, run: str, round_number: int) -> None:
-        self._folder = home / "kept" / run
-        self._round = round_number
-
-    def read(self, name: str, *, before: int | None = None) -> bytes | None:
-        """The newest file of that name up to this round, or before round `before`; None: there is none.
-
-        Raises:
-            StoreError: it cannot be read.
-        """
-        limit = self._round if before is None else before - 1
-        return newest(self._folder / name, limit)
-
-    def write(self, name: str, data: bytes) -> None:
-        """Write this round's file durably, then delete what no order will read any more.
-
-        Raises:
-            StoreError: the disk is full or broken.
-        """
-        folder = self._folder / name
-        write_atomically(folder / str(self._round), data)
-        for torn in folder.glob(".tmp-*"):  # left by a write that kill -9 interrupted
-            torn.unlink(missing_ok=True)
-        earlier = sorted(number for number in _numbers(folder) if number < self._round)
-        for number in earlier[:-1]:
-            (folder / str(number)).unlink(missing_ok=True)
-        for run in set(self._folder.parent.glob("*/")) - {self._folder}:
-            shutil.rmtree(run, ignore_errors=True)
-
-
-def newest(folder: Path, limit: int | None = None) -> bytes | None:
-    """The file of the highest round in a folder, up to a limit; None: there is none.
-
-    Raises:
-        StoreError: it cannot be read.
-    """
-    rounds = [number for number in _numbers(folder) if limit is None or number <= limit]
-    if not rounds:
-        return None
-    with failing_as(DamagedError, f"{folder / str(max(rounds))} cannot be read"):
-        return (folder / str(max(rounds))).read_bytes()
-
-
-def _numbers(folder: Path) -> list[int]:
-    return [int(path.name) for path in folder.glob("*") if path.name.isdecimal()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,7 +319,7 @@ def prune_bundles(home: Path) -> None:
     for slot in home.glob("slot-?"):
         with suppress(OSError):
             slots.add(digest_in(slot))
-    for number in sorted(_numbers(home / "bundles"))[:-KEPT_BUNDLES]:
+    for number in sorted(numbers_in(home / "bundles"))[:-KEPT_BUNDLES]:
         folder = home / "bundles" / str(number)
         with suppress(OSError):  # in use, or damaged and worth a look by the owner
             if digest_in(folder) not in slots:

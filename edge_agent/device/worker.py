@@ -22,10 +22,10 @@ from edge_agent.device.device import (
     Unpacked,
     decoded,
     failed,
-    newest,
     overlay,
     secret,
 )
+from edge_agent.device.files import newest
 from fedge.errors import DamagedError, FedgeError, ProtocolError, StoreError
 from fedge.steps.contract import (
     Action,

@@ -12,7 +12,8 @@ from methods.fedbn import write_cameras
 
 from coordinator.simulation.run import simulate
 from coordinator.simulation.settings import Scenario
-from edge_agent.device.device import PERSONAL, Kept, decoded, newest
+from edge_agent.device.device import PERSONAL, Kept, decoded
+from edge_agent.device.files import newest
 from fedge.bundle.manifest import read
 from fedge.commands.broker import LocalBroker
 from fedge.models import build

@@ -5,17 +5,15 @@ import msgspec
 import numpy as np
 import pytest
 
+from coordinator.demo.baselines import Alone, baselines, spent
+from coordinator.demo.broker import broker_of
 from coordinator.demo.processes import ProcessError
 from coordinator.demo.run import (
-    Alone,
     _coordinator_flags,
-    baselines,
     best_expert,
-    broker_of,
     installed_bundles,
     needs_server_data,
     partition_samples,
-    spent,
 )
 from coordinator.methods.catalogue import make
 from coordinator.methods.settings import MethodSettings

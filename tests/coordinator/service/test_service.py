@@ -19,7 +19,8 @@ from coordinator.service.service import serve
 from coordinator.service.settings import CoordinatorSettings
 from coordinator.store.records import OrderStatus
 from coordinator.store.store import Store
-from coordinator.watch.state import headline, read_summary
+from coordinator.watch.state import read_summary
+from coordinator.watch.words import headline
 from fedge.commands.broker import LocalBroker
 from fedge.errors import ConfigError, FruitlessError, StoreError, TransportError
 from fedge.steps.contract import Failed

@@ -18,7 +18,8 @@ from coordinator.service.service import serve
 from coordinator.service.settings import CoordinatorSettings
 from coordinator.store.requests import act, wishes_in
 from coordinator.store.store import Event, Store
-from coordinator.watch.state import Watch, read_summary, text_of
+from coordinator.watch.state import Watch, read_summary
+from coordinator.watch.words import text_of
 from fedge.commands.broker import LocalBroker
 from fedge.errors import ConfigError
 from tests.support.device import TASK

@@ -19,17 +19,8 @@ import pytest
 from deploy import load
 from deploy.commands.install import install_in
 from deploy.updates.slots import owned
-from edge_agent.device.device import (
-    PERSONAL,
-    FailedError,
-    Files,
-    Kept,
-    decoded,
-    newest,
-    overlay,
-    prune_bundles,
-    remembering,
-)
+from edge_agent.device.device import PERSONAL, FailedError, Kept, decoded, overlay, prune_bundles, remembering
+from edge_agent.device.files import Files, newest
 from fedge.bundle.manifest import read
 from fedge.errors import ConfigError, ProtocolError, StoreError
 from fedge.models import build
@@ -110,7 +101,7 @@ def test_what_cannot_be_written_or_read_is_a_store_error(tmp_path: Path) -> None
 DIES = """
     import os, signal
     from pathlib import Path
-    from edge_agent import device
+    from edge_agent.device import files
 
     def dying(call, after):
         def once(*args, **more):
@@ -121,12 +112,12 @@ DIES = """
 
     where, after = {where!r}
     if where == "write":
-        device.write_atomically = dying(device.write_atomically, after)
+        files.write_atomically = dying(files.write_atomically, after)
     else:
         Path.unlink = dying(Path.unlink, after)
-    files = device.Files(Path({home!r}), "r", 3)
-    assert files.read("a", before=3) == b"two"
-    files.write("a", b"three")
+    kept = files.Files(Path({home!r}), "r", 3)
+    assert kept.read("a", before=3) == b"two"
+    kept.write("a", b"three")
 """
 
 
