@@ -109,7 +109,7 @@ def section(name: str) -> str:
     page = kind.__module__.rsplit(".", 1)[1]
     page = page if (PAGES / f"{page}.md").exists() else "baselines"
     selection = f"`selection`: {', '.join(f'`{how}`' for how in kind.SELECTIONS)}." if kind.SELECTIONS else ""
-    parts = [f"## {name}", summary, f"How it works: [{page}.md]({page}.md). {selection}".strip(), *options(kind)]
+    parts = [f"## {name}", summary, f"Page: [{page}.md]({page}.md). {selection}".strip(), *options(kind)]
     return "\n\n".join(parts) + "\n"
 
 
