@@ -193,9 +193,8 @@ def load(
     Args:
         path: the folder.
         threads: of ONNX Runtime; None: one, which is best for single samples and leaves the other cores free.
-        engine: "fused", "separate", "lazy" or "int8", see `deploy.inference.engines`; "auto": fused, or separate if a
-        candidate
-            has 40 MB or more.
+        engine: "fused", "separate", "lazy" or "int8", see `deploy.inference.engines`; "auto": fused, or
+            separate if a candidate has 40 MB or more.
         mode: "shift" flattens the prior, for samples unlike the device's training data.
         provider: of ONNX Runtime: "cpu", "cuda", "tensorrt", "xnnpack" or another by its full name. The CPU takes over
             nodes that it cannot run, but not all of them. "auto": the first of CUDA, TensorRT, XNNPACK and CPU that is
