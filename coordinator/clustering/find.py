@@ -1,4 +1,4 @@
-"""Clusterings of devices: `find_clusters`, and `by_label`.
+"""Clusterings of devices: `find_clusters`, and `by_label`; ours are found by entry point (`GROUP`), like anybody's.
 
 Each kind of features has its paper's clustering: profiles have AIDC (FedEPC), directions of updates MCTC (SCMoE-PFL),
 label features the groups of equal label (CFIC). The rivals `k-means` and `agglomerative` take profiles or directions.
@@ -8,20 +8,34 @@ By default they make as many clusters as the paper's own, so that the number mak
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from typing import Annotated, Final, TypeAlias, cast
 
 import numpy as np
-from numpy.typing import NDArray
+from msgspec import Meta
+from numpy.typing import ArrayLike, NDArray
 
 from coordinator.clustering import aidc, geometry, mctc
 from coordinator.clustering.aidc import Clusters
 from coordinator.clustering.mctc import Found
 from coordinator.clustering.rivals import agglomerative, kmeans
+from fedge.errors import ConfigError
+from fedge.system.loading import FAILURES, load_named, reason_of
 
 Vectors = NDArray[np.float64]
-Clustering = Literal["aidc", "mctc", "labels", "k-means", "agglomerative"]
+
+GROUP: Final = "fedge.clusterings"
+"""Entry points of installed packages, ours among them, that name a clustering each."""
+OURS: Final = ("aidc", "mctc", "labels", "k-means", "agglomerative")
+
+
+def one_of(*ours: str) -> Meta:
+    """The type of an option that names one of these clusterings, or one of another package."""
+    return Meta(extra={"offers": ours})
+
+
+Clustering = Annotated[str, one_of(*OURS)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,11 +88,24 @@ def by_label(features: Sequence[int]) -> Clusters:
 
 
 Features: TypeAlias = Profiles | Directions
+Clusterer: TypeAlias = Callable[[Features, int | None, np.random.Generator], ArrayLike | Found]
+"""(features of N devices, by ascending id; the number of clusters, None: it finds one; random numbers) -> the number of
+each device's cluster, (N,), or for overlapping clusters a `Found`."""
 
 
-def find_clusters(
-    how: Clustering, features: Features, *, rng: np.random.Generator, n_clusters: int | None = None
-) -> Found:
+def clusterer_named(how: str) -> Clusterer:
+    """The clustering of that name or path (`package.module:function`).
+
+    Raises:
+        ConfigError: there is none; the text lists the installed ones.
+    """
+    found = load_named(how, GROUP, "clustering")
+    if not callable(found) or isinstance(found, type):
+        raise ConfigError(f"{how} is no clustering: it must be a function (features, n_clusters, rng)")
+    return cast("Clusterer", found)
+
+
+def find_clusters(how: str, features: Features, *, rng: np.random.Generator, n_clusters: int | None = None) -> Found:
     """Cluster N devices.
 
     Args:
@@ -87,18 +114,56 @@ def find_clusters(
         rng: of k-means' starts and AIDC's subset.
         n_clusters: of the rivals, >= 1; None: see above.
 
+    Raises:
+        ConfigError: there is no such clustering, or it fails, or does not put each device into one cluster.
+
     Example:
         >>> angles = np.radians([0, 10, 90, 100])
         >>> seen = Directions(vectors=np.stack([np.cos(angles), np.sin(angles)], axis=1))
         >>> [find_clusters(how, seen, rng=np.random.default_rng(0)).clusters for how in ("mctc", "k-means")]
         [((0, 1), (2, 3)), ((0, 1), (2, 3))]
     """
-    if how in {"aidc", "mctc"}:
-        return features.own(rng)
-    if how == "agglomerative" and n_clusters is None and isinstance(features, Profiles):
+    cluster = clusterer_named(how)
+    try:
+        told = cluster(features, n_clusters, rng)
+        if isinstance(told, Found):
+            return told
+        labels = np.asarray(told)
+    except FAILURES as error:
+        raise ConfigError(f"clustering {how} failed: {reason_of(error)}") from error
+    n = len(features.vectors)
+    if labels.shape != (n,) or labels.dtype.kind not in "iu":
+        raise ConfigError(
+            f"clustering {how} gave {labels.dtype} of shape {labels.shape} for {n} devices: it must give the number of "
+            f"each device's cluster, whole numbers of shape ({n},)"
+        )
+    seen = features.own(rng) if isinstance(features, Directions) else Found(())
+    return replace(seen, clusters=aidc.numbered([np.flatnonzero(labels == k).tolist() for k in np.unique(labels)]))
+
+
+# --------------------------------------------------------------------------------- ours, as entry points name them
+
+
+def by_paper(features: Features, n_clusters: int | None, rng: np.random.Generator) -> Found:  # noqa: ARG001
+    """Profiles are clustered by AIDC, directions of updates by MCTC; both find the number of clusters."""
+    return features.own(rng)
+
+
+def by_k_means(features: Features, n_clusters: int | None, rng: np.random.Generator) -> Found:
+    """Directions of vectors are clustered by k-means; by default it makes as many clusters as the paper's own."""
+    found, k = _number(features, n_clusters, rng)
+    return replace(found, clusters=kmeans(features.vectors, n_clusters=k, rng=rng))
+
+
+def by_linkage(features: Features, n_clusters: int | None, rng: np.random.Generator) -> Found:
+    """The two nearest clusters are united again and again (average linkage)."""
+    if n_clusters is None and isinstance(features, Profiles):
         return Found(agglomerative(features.distances(), threshold=aidc.MERGE))
-    found = features.own(rng) if n_clusters is None else Found(())
-    k = len(found.clusters) if n_clusters is None else n_clusters
-    if how == "k-means":
-        return replace(found, clusters=kmeans(features.vectors, n_clusters=k, rng=rng))
+    found, k = _number(features, n_clusters, rng)
     return replace(found, clusters=agglomerative(features.distances(), n_clusters=k))
+
+
+def _number(features: Features, n_clusters: int | None, rng: np.random.Generator) -> tuple[Found, int]:
+    """The paper's own clusters, if their number is not given, and the number."""
+    found = features.own(rng) if n_clusters is None else Found(())
+    return found, len(found.clusters) if n_clusters is None else n_clusters

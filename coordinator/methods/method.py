@@ -22,12 +22,12 @@ from coordinator.fleet.fleet import Fleet
 from coordinator.fleet.masked import MaskedFleet, Weights
 from coordinator.fleet.versions import leading_to
 from coordinator.methods.installation import install
-from coordinator.methods.option_values import NoOptions, options_of
+from coordinator.methods.option_values import NoOptions, options_of, without_privacy
 from coordinator.methods.promises import Shared, Watched, require_heeded, require_next
 from coordinator.methods.rounds import round_rng
 from coordinator.methods.settings import MethodSettings
 from coordinator.methods.state import ModelState, S
-from coordinator.selection.select import Selection, cohort_size, uniform
+from coordinator.selection.select import cohort_size, uniform
 from fedge.data.task import TaskSpec
 from fedge.errors import ConfigError
 from fedge.steps.contract import Action, Reveals
@@ -66,8 +66,9 @@ class Method(Generic[S]):
     name: ClassVar[str]
     Options: ClassVar[type[Struct]] = NoOptions
     State: ClassVar[type[Any]] = ModelState
-    SELECTIONS: ClassVar[tuple[Selection, ...]] = ()
-    """Possible selections of cohorts (`coordinator.selection`), the default first; empty: there is no choice."""
+    SELECTIONS: ClassVar[tuple[str, ...]] = ()
+    """Possible selections of cohorts (`coordinator.selection`), the default first; empty: there is no choice. Otherwise
+    rules of other packages are possible, too (`coordinator.methods.option_values`)."""
     REFUSED: ClassVar[Mapping[str, str]] = {}
     """Why there is no such option (by NAME) or word (by NAME=VALUE), or what replaces it."""
     UNPROTECTED: ClassVar[Mapping[Guard, str]] = {}
@@ -104,7 +105,7 @@ class Method(Generic[S]):
         unmasked: dict[Guard, str] = {} if self.SUMS else {"masking": "its server needs more of updates than their sum"}
         check_protection(settings.protection, {**unmasked, **self.UNPROTECTED}, self.name, settings.codec)
         require_heeded(self.name, self.HEEDS, settings.shared())
-        if settings.protection.dp and (why := UNACCOUNTED.get(self.selection or "")):
+        if settings.protection.dp and (why := UNACCOUNTED.get(self.selection or "", without_privacy(self.selection))):
             raise ConfigError(f"selection={self.selection} and dp do not combine: {why}")
         self.set_up()
 

@@ -1,18 +1,25 @@
-"""A method's own options: which there are, and whether given ones are right."""
+"""A method's own options: which there are, and whether given ones are right.
+
+The options `selection` and `clustering` name parts. Other packages bring such parts, too, and they are named like
+methods: by entry point, or as `package.module:name` on the command line or in Python.
+"""
 
 from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args, get_origin
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, get_args, get_origin
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
+from coordinator.clustering import find
 from coordinator.methods.settings import Option
-from coordinator.selection.select import Selection
+from coordinator.selection import contract, select
 from fedge.errors import ConfigError, failing_as
+from fedge.settings import metas_of
+from fedge.system.loading import installed, is_held, names_code
 
 if TYPE_CHECKING:
     from coordinator.methods.method import Method
@@ -22,7 +29,7 @@ class NoOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """No options."""
 
 
-def options_of(kind: type[Method[Any]], given: Mapping[str, Option]) -> tuple[Struct, Selection | None]:
+def options_of(kind: type[Method[Any]], given: Mapping[str, Option]) -> tuple[Struct, str | None]:
     """The method's own options, checked, and its selection, which all methods with cohorts share.
 
     Raises:
@@ -37,9 +44,11 @@ def options_of(kind: type[Method[Any]], given: Mapping[str, Option]) -> tuple[St
         if name not in known:
             why = kind.REFUSED.get(name) or nearest(name, list(known), "it has")
             raise ConfigError(f"the method has no option {name!r}; {why}")
-        if (isinstance(value, str) or name == "selection") and known[name] and value not in known[name]:
+        is_word = (isinstance(value, str) or name == "selection") and known[name]
+        if is_word and value not in known[name] and not is_own(name, value, hints.get(name), known[name]):
             why = kind.REFUSED.get(f"{name}={value}", "")
-            why = f"{why}; it is one of {', '.join(known[name])}" if why else nearest(str(value), known[name])
+            near = nearest(str(value), [*known[name], *others(name, hints.get(name))])
+            why = f"{why}; it is one of {', '.join(known[name])}" if why else near
             raise ConfigError(f"option of the method: {name} cannot be {value!r}; {why}")
         if isinstance(value, float) and not math.isfinite(value):  # no message holds one
             raise ConfigError(f"option {name} of the method must be a finite number, not {value}")
@@ -50,13 +59,15 @@ def options_of(kind: type[Method[Any]], given: Mapping[str, Option]) -> tuple[St
     with failing_as(ConfigError, "option of the method", on=msgspec.ValidationError):
         options = msgspec.convert(own, type=kind.Options, strict=False)
     selection = given.get("selection", kind.SELECTIONS[0] if kind.SELECTIONS else None)
-    return options, cast("Selection | None", selection)
+    return options, None if selection is None else str(selection)
 
 
 def words_of(hint: object) -> list[str]:
     """The words that an option accepts; none if it takes text, numbers or booleans."""
     if get_origin(hint) is Literal:
         return [value for value in get_args(hint) if isinstance(value, str)]
+    if isinstance(hint, Meta):
+        return list((hint.extra or {}).get("offers", ()))
     return [word for part in get_args(hint) for word in words_of(part)]
 
 
@@ -64,3 +75,68 @@ def nearest(given: str, known: Sequence[str], otherwise: str = "it is one of") -
     """The hint for an unknown name."""
     near = difflib.get_close_matches(given, known, n=1)
     return f"did you mean {near[0]!r}?" if near else f"{otherwise} {', '.join(known) or 'none'}"
+
+
+# ------------------------------------------------------------------------------------- parts of other packages
+
+
+class Part(NamedTuple):
+    """A part by its option: the group of its entry points, and the names that are ours."""
+
+    group: str
+    ours: tuple[str, ...]
+
+
+PARTS: Final = {"selection": Part(contract.GROUP, select.OURS), "clustering": Part(find.GROUP, find.OURS)}
+
+
+def code_of(options: Mapping[str, object]) -> tuple[str, ...]:
+    """The code that the options of a method name as its parts."""
+    return tuple(str(options[name]) for name in PARTS if names_code(str(options.get(name, ""))))
+
+
+def without_privacy(selection: str | None) -> str:
+    """Why differential privacy refuses a selection of another package; empty for ours."""
+    own = selection is not None and selection not in select.OURS
+    return "nothing accounts for what a rule of your own learns of devices; use uniform" if own else ""
+
+
+def is_own(name: str, value: object, hint: object, offered: Collection[str]) -> bool:
+    """Whether an option names a part of another package or a path, which the method takes.
+
+    Args:
+        name: of the option.
+        value: what is given.
+        hint: its type; None for a selection, which every method takes that offers one.
+        offered: ours that the method takes.
+
+    Raises:
+        ConfigError: the part cannot be loaded, is none, or does not suit the method.
+    """
+    part = PARTS.get(name)
+    if part is None or not isinstance(value, str) or value in part.ours or not _takes_others(hint):
+        return False
+    if value not in installed(part.group) and not names_code(value) and not is_held(value):
+        return False
+    if name == "clustering":
+        find.clusterer_named(value)
+        return True
+    rule = contract.rule_named(value)
+    if isinstance(rule, contract.Rule) and rule.CLUSTERS and "stratified" not in offered:
+        raise ConfigError(
+            f"selection {value} says how many of each cluster train, and here are none: take cfic, fedepc or fedge"
+        )
+    return True
+
+
+def others(name: str, hint: object) -> list[str]:
+    """What an option of that name and type takes beyond ours, for errors: installed parts, and the form of a path."""
+    part = PARTS.get(name)
+    if part is None or not _takes_others(hint):
+        return []
+    return [*(own for own in installed(part.group) if own not in part.ours), "package.module:name"]
+
+
+def _takes_others(hint: object) -> bool:
+    """Whether an option of this type takes others' parts; None: it is the selection of a method that offers one."""
+    return hint is None or any(isinstance(meta, Meta) and "offers" in (meta.extra or {}) for meta in metas_of(hint))

@@ -9,13 +9,13 @@ from typing import Any, Final, TypeVar
 import click
 
 from coordinator.methods.catalogue import installed_methods, method_class
-from coordinator.methods.option_values import options_of
+from coordinator.methods.option_values import PARTS, code_of, options_of
 from coordinator.methods.settings import Option
 from fedge.errors import ConfigError
 from fedge.settings import section_of
 from fedge.system.files import require_writable, write_atomically
 from fedge.system.help import option
-from fedge.system.loading import FINE_TUNED
+from fedge.system.loading import FINE_TUNED, require_allowed
 from fedge.system.text import Heading
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -68,15 +68,19 @@ def resolve_options(config: Path | None, pairs: Iterable[str]) -> dict[str, Opti
     """The table [method] of the file, overridden by NAME=VALUE pairs. The method itself checks names and values.
 
     Raises:
-        ConfigError: the file cannot be read, a pair has no "=", or a value in the file is not a number, text or
-            boolean.
+        ConfigError: the file cannot be read, a pair has no "=", a value in the file is not a number, text or boolean,
+            or names code that no pair names.
     """
+    given = parsed(pairs)
     found: dict[str, Option] = {}
     for name, value in section_of(config, "method").items():
         if not isinstance(value, int | float | str | bool):
             raise ConfigError(f"{name} in [method] of {config} must be a number, a text, true or false")
         found[name] = value
-    return found | parsed(pairs)
+    for name in found.keys() & PARTS.keys() - given.keys():
+        code = [f"{name}={path}" for path in code_of({name: found[name]})]
+        require_allowed(f"{name} in [method] of {config}", code, (), "--option")
+    return found | given
 
 
 def parsed(pairs: Iterable[str]) -> dict[str, Option]:
@@ -109,13 +113,31 @@ def value_of(text: str) -> Option:
 def method_and_options(text: str) -> tuple[str, dict[str, Option]]:
     """A method with its options after colons: "fedepc:clustering=k-means", "module:Class:option=value".
 
+    A selection or clustering may be code, too: "fedavg:selection=module:function".
+
     Raises:
         ConfigError: an option is not NAME=VALUE.
     """
     name, *pairs = text.strip().split(":")
     if pairs and "=" not in pairs[0] and name.removesuffix(FINE_TUNED) not in installed_methods():
         name = f"{name}:{pairs.pop(0)}"
-    return name, parsed(pairs)
+    return name, parsed(with_paths(pairs))
+
+
+def with_paths(words: Iterable[str]) -> list[str]:
+    """Words between colons as NAME=VALUE, where the value of a part may be package.module:name.
+
+    Example:
+        >>> with_paths(["selection=mine.rules", "largest", "top=1"])
+        ['selection=mine.rules:largest', 'top=1']
+    """
+    pairs: list[str] = []
+    for word in words:
+        if pairs and "=" not in word and pairs[-1].partition("=")[0].strip() in PARTS:
+            pairs[-1] += f":{word.strip()}"
+        else:
+            pairs.append(word)
+    return pairs
 
 
 def check(name: str, options: Mapping[str, Option]) -> None:

@@ -12,6 +12,7 @@ import msgspec
 
 from coordinator.methods.catalogue import make
 from coordinator.methods.method import Server
+from coordinator.methods.option_values import code_of
 from coordinator.methods.server.assembling import bundle_in_subprocess
 from coordinator.methods.settings import MethodSettings
 from coordinator.methods.state import load
@@ -72,7 +73,7 @@ def _learned(store: Store, allow: Container[str]) -> tuple[TaskSpec, Layout, Mod
         task = msgspec.json.decode((store.home / "task.json").read_bytes(), type=TaskSpec)
     if task.fingerprint() != fingerprint:  # it may name code
         raise ConfigError(f"{store.home / 'task.json'} is not the task of this federation any more")
-    require_allowed(f"the run in {store.home}", (*code_in(name), *task.code), allow, "--allow")
+    require_allowed(f"the run in {store.home}", (*code_in(name), *code_of(options), *task.code), allow, "--allow")
     if (frozen := needed_on_devices(task)) is not None:
         weights.keep(store.blobs.get(frozen.digest))
     method = make(name, MethodSettings(rounds=rounds, seed=seed, options=options), Server(task))

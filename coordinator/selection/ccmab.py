@@ -78,6 +78,7 @@ class State(Struct, frozen=True, kw_only=True):
     participations: dict[str, tuple[Participation, ...]] = {}
     last_asked: dict[str, int] = {}
     at_least: dict[str, float] = {}  # seconds that a failed device is assumed to need, until it answers
+    learned: bytes = b""  # by a rule that learns (`coordinator.selection.contract`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,8 @@ class Selection:
 
     `contexts`: raw, of the chosen; `seconds`: predicted time of every selectable device; `deadline_s`: None if no
     device is selectable; `estimates`: of every selectable device its expected reward mean_i and its exploration bonus
-    sqrt(beta cov_ii), the terms of (11) for a device alone; empty if a rule chose.
+    sqrt(beta cov_ii), the terms of (11) for a device alone; empty if a rule chose. `learn`: what a rule that learns
+    will know after the outcomes, as `observe` gets them.
     """
 
     ids: tuple[str, ...]
@@ -95,6 +97,7 @@ class Selection:
     seconds: dict[str, float]
     deadline_s: float | None
     estimates: dict[str, tuple[float, float]]
+    learn: Callable[[Mapping[str, Participation | None]], bytes] | None = None
 
 
 # ------------------------------------------------------------------------------------------------ 5.1: contexts
@@ -352,4 +355,5 @@ def observe(state: State, selection: Selection, outcomes: Mapping[str, Participa
         rewards=(*state.rewards, *(reward(outcomes[i]) for i in told))[-HISTORY:],
         participations=participations,
         at_least=at_least,
+        learned=selection.learn({i: outcomes[i] for i in told}) if selection.learn else state.learned,
     )

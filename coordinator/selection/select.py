@@ -1,8 +1,8 @@
-"""Who trains in a round: uniform, stratified (per cluster), the fastest, or `ccmab`, a bandit under a deadline.
+"""Who trains in a round: uniform, stratified (per cluster), the fastest, `ccmab`, a bandit, or a rule of one's own.
 
-A method without clusters calls `uniform` or `fastest` itself. A method with clusters calls `choose`, which offers all
-four under one signature: deadline and overdue devices (FedEPC sections 5.2 and 5.5) always follow the bandit's
-settings, so that selections differ only in the choice.
+A method without clusters calls `uniform` or `fastest` itself. A method with clusters calls `choose`, which finds all
+rules by entry point (`contract.GROUP`): deadline and overdue devices (FedEPC sections 5.2 and 5.5) always follow the
+bandit's settings, so that selections differ only in the choice. `ccmab` itself chooses where no rule does.
 
 Source: uniform: McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS
 2017, Algorithm 1; size of the cohort and stratified: Yang et al., "Cluster Federated Learning with Intra-Cluster
@@ -15,13 +15,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from dataclasses import replace
+from typing import Final, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from coordinator.selection import ccmab
+from coordinator.selection.contract import Candidates, Draw, Rule, checked, rule_named
 
-Selection = Literal["ccmab", "uniform", "fastest", "stratified"]
+OURS: Final = ("ccmab", "uniform", "fastest", "stratified")
+BANDIT: Final[object] = ccmab.select
+"""What the entry point ccmab names: it chooses itself unless a rule does."""
 
 
 def cohort_size(n_clients: int, share: float) -> int:
@@ -103,7 +108,7 @@ def fastest(ids: Sequence[str], n: int, seconds: Mapping[str, float], cpu_ghz: M
 
 
 def choose(
-    how: Selection,
+    how: str,
     arms: Mapping[int, Sequence[ccmab.Arm]],
     bandits: Mapping[int, ccmab.State],
     settings: ccmab.Settings,
@@ -114,29 +119,105 @@ def choose(
     """Choose devices in each cluster; returns, by cluster, the choice and the bandit with which this round was held.
 
     Args:
-        how: `ccmab`, `uniform` and `fastest` choose the quota of every cluster; `stratified` draws about equally many
-            devices from each cluster, the quota of all together (CFIC section 5).
+        how: a selection by name or path (`coordinator.selection.contract.rule_named`). `ccmab`, `uniform` and `fastest`
+            choose the quota of every cluster; `stratified` draws about equally many devices from each cluster, the
+            quota of all together (CFIC section 5).
         arms: the reachable devices of each cluster, by its number >= 0.
         bandits: of each cluster; rivals use only what they know of times and waiting.
         settings: of the bandits.
         seed: of the round; every cluster has separate random numbers.
         last_visit: last round in which a device of the cluster was chosen (or any number that grows with it).
+
+    Raises:
+        ConfigError: there is no such selection, or it fails, or chooses others than it may.
     """
+    rule = rule_named(how)
     sizes: Mapping[int, int | None] = dict.fromkeys(arms)
-    if how == "stratified":
+    if isinstance(rule, Rule) and rule.CLUSTERS:
         present = {k: [arm.id for arm in of_cluster] for k, of_cluster in arms.items() if of_cluster}
         size = cohort_size(sum(map(len, present.values())), settings.quota)
-        drawn = set(stratified(present, size, np.random.default_rng(seed), last_visit=last_visit))
-        sizes = {k: n for k, ids in present.items() if (n := len(drawn.intersection(ids)))}
+        sizes = rule.sizes(present, size, np.random.default_rng(seed), last_visit)
+    if rule is BANDIT:
+        return {k: ccmab.select(bandits[k], arms[k], settings, size=size) for k, size in sizes.items()}
     return {
-        k: ccmab.select(bandits[k], arms[k], settings, size=size, rule=_rule(how, np.random.default_rng((*seed, k))))
+        k: _chosen(how, rule, arms[k], bandits[k], settings, size, np.random.default_rng((*seed, k)))
         for k, size in sizes.items()
     }
 
 
-def _rule(how: Selection, rng: np.random.Generator) -> ccmab.Rule | None:
-    if how == "ccmab":
-        return None
-    if how == "fastest":
-        return lambda ids, n, seconds: fastest(ids, n, seconds, {})
-    return lambda ids, n, _: uniform(ids, n, rng)
+def _chosen(
+    how: str,
+    found: Draw | Rule,
+    arms: Sequence[ccmab.Arm],
+    bandit: ccmab.State,
+    settings: ccmab.Settings,
+    size: int | None,
+    rng: np.random.Generator,
+) -> tuple[ccmab.Selection, ccmab.State]:
+    """The choice of a rule other than the bandit, in one cluster."""
+    rule = found.loaded(bandit.learned) if isinstance(found, Rule) else None
+    draw = rule.select if rule is not None else cast("Draw", found)
+
+    def choice(ids: Sequence[str], n: int, seconds: Mapping[str, float]) -> list[str]:
+        devices = _candidates(ids, seconds, arms, bandit)
+        return [ids[i] for i in checked(how, lambda: draw(devices, n, rng), len(ids), n)] if n > 0 else []
+
+    selection, held = ccmab.select(bandit, arms, settings, size=size, rule=choice)
+    return selection if rule is None else replace(selection, learn=lambda told: rule.after(how, told)), held
+
+
+def _candidates(
+    ids: Sequence[str], seconds: Mapping[str, float], arms: Sequence[ccmab.Arm], bandit: ccmab.State
+) -> Candidates:
+    """The devices `ids` of a cluster, as rules see them."""
+    own = {arm.id: arm for arm in arms}
+    past = [bandit.participations.get(i, ()) for i in ids]
+
+    def known(name: str) -> NDArray[np.float64]:
+        return np.array([getattr(own[i], name) for i in ids], np.float64)  # None becomes NaN
+
+    def mean(name: str) -> NDArray[np.float64]:
+        return np.array([np.mean([getattr(p, name) for p in each]) if each else np.nan for each in past], np.float64)
+
+    return Candidates(
+        ids=tuple(ids),
+        n_samples=np.array([own[i].n_samples for i in ids], np.int64),
+        seconds=np.array([seconds[i] for i in ids], np.float64),
+        waited=np.array([bandit.round + 1 - bandit.last_asked.get(i, 0) for i in ids], np.int64),
+        cpu_ghz=known("cpu_ghz"),
+        free_ram_gb=known("free_ram_gb"),
+        link_mbit_s=known("link_mbit_s"),
+        loss_drop=mean("loss_drop"),
+        gradient_norm=mean("gradient_norm"),
+    )
+
+
+# --------------------------------------------------------------------------------- ours, as entry points name them
+
+
+def by_lot(devices: Candidates, n: int, rng: np.random.Generator) -> list[int]:
+    """Devices are drawn uniformly."""
+    return [devices.ids.index(i) for i in uniform(devices.ids, n, rng)]
+
+
+def by_time(devices: Candidates, n: int, rng: np.random.Generator) -> list[int]:  # noqa: ARG001 - nothing is drawn
+    """Those with the shortest rounds are chosen."""
+    seconds = dict(zip(devices.ids, devices.seconds.tolist(), strict=True))
+    return [devices.ids.index(i) for i in fastest(devices.ids, n, seconds, {})]
+
+
+class Stratified(Rule, frozen=True):
+    """About equally many devices are drawn from each cluster."""
+
+    CLUSTERS = True
+
+    def select(self, devices: Candidates, n: int, rng: np.random.Generator) -> list[int]:
+        """By lot within a cluster."""
+        return by_lot(devices, n, rng)
+
+    def sizes(
+        self, clusters: Mapping[int, Sequence[str]], n: int, rng: np.random.Generator, last_visit: Mapping[int, int]
+    ) -> dict[int, int]:
+        """As many of each cluster as `stratified` draws; without those that have none."""
+        drawn = set(stratified(clusters, n, rng, last_visit=last_visit))
+        return {k: size for k, ids in clusters.items() if (size := len(drawn.intersection(ids)))}

@@ -126,7 +126,7 @@ def to_standard_error(text: str) -> None:
 @_takes(SimulationSettings)
 def simulate(
     *,
-    options: Mapping[str, Option] | None = None,
+    options: Mapping[str, Option | Callable[..., Any]] | None = None,
     progress: Watch | None = to_standard_error,
     **settings: Any,
 ) -> Simulation:
@@ -137,7 +137,7 @@ def simulate(
         fedge.load(result.bundle("device-00")).predict(x)
 
     Args:
-        options: of the method, like `--option` of the command.
+        options: of the method, like `--option` of the command; `selection` and `clustering` may be your own function.
         progress: called with lines of progress; None: silent.
         **settings: those of `fedge simulate`, under the same names; `task` may be a `fedge.Task`, `method` a subclass
             of `coordinator.methods.method.Method`, and `model` a class, a function or a module, as in
@@ -150,7 +150,8 @@ def simulate(
     """
     found = _settings(SimulationSettings, settings)
     name, own = method_and_options(found.method)
-    return simulated(found, name, dict(options or {}) | own, progress or (lambda _: None))
+    given_options = {key: hold(each) if callable(each) else each for key, each in (options or {}).items()}
+    return simulated(found, name, given_options | own, progress or (lambda _: None))
 
 
 def simulated(

@@ -7,13 +7,16 @@ import itertools
 import re
 import sys
 import traceback
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, Final
 from weakref import WeakValueDictionary
 
 from fedge.errors import ConfigError
+from fedge.system.text import nearest
 
 HERE: Final = "here"
 """Stands for a module in the names of objects that this process alone has, such as a class of a notebook."""
@@ -39,8 +42,16 @@ def names_code(path: str) -> bool:
 
 
 def code_in(text: str) -> tuple[str, ...]:
-    """The code that a setting names: several with commas, a method with its options after a colon or +ft."""
-    paths = (":".join(part.strip().split(":")[:2]).removesuffix(FINE_TUNED) for part in text.split(","))
+    """The code that a setting names: several with commas, a method with its options after a colon or +ft.
+
+    Example:
+        >>> code_in("mine.median:Own+ft:a=1,fedavg:selection=mine.rules:largest")
+        ('mine.median:Own', 'mine.rules:largest')
+    """
+    paths = []
+    for words in (part.strip().split(":") for part in text.split(",")):
+        paths.append(":".join(words[:2]).removesuffix(FINE_TUNED))
+        paths += [f"{word.partition('=')[2].strip()}:{name.strip()}" for word, name in itertools.pairwise(words)]
     return tuple(dict.fromkeys(path for path in paths if names_code(path)))
 
 
@@ -89,6 +100,30 @@ def load_object(path: str) -> Any:
         raise ConfigError(f"cannot load {path}: {error}; {advice}") from error
     except Exception as error:
         raise ConfigError(f"cannot load {path}: {module_name} fails with {type(error).__name__}: {error}") from error
+
+
+@cache
+def installed(group: str) -> Mapping[str, EntryPoint]:
+    """The entry points of a group, of all installed packages, by name; not imported yet."""
+    return {point.name: point for point in sorted(entry_points(group=group))}
+
+
+def load_named(name: str, group: str, what: str) -> Any:
+    """Load the object that a package has installed under a name, or that `package.module:name` names.
+
+    Args:
+        name: of an entry point, or a path, as for `load_object`.
+        group: of the entry points.
+        what: it is, for the error.
+
+    Raises:
+        ConfigError: there is none (the text lists the installed ones), or its import fails.
+    """
+    known = installed(group)
+    if name not in known and not names_code(name) and not is_held(name):
+        near = nearest(name, known) or f": it is one of {', '.join(known) or 'none'}, or package.module:name"
+        raise ConfigError(f"there is no {what} {name!r}{near}")
+    return load_object(known[name].value if name in known else name)
 
 
 def load_role(module: str, what: str, extra: str) -> ModuleType:

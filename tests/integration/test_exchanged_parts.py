@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
 from coordinator.clustering import find
-from coordinator.clustering.find import Clustering
 from coordinator.methods.catalogue import installed_methods, make, method_class
 from coordinator.methods.method import Server
 from coordinator.methods.option_values import words_of
@@ -18,7 +17,6 @@ from coordinator.methods.papers import cfic, fedepc, fedge, scmoe_pfl
 from coordinator.methods.parts import cohort, grouping
 from coordinator.methods.settings import MethodSettings
 from coordinator.selection import ccmab, select
-from coordinator.selection.select import Selection
 from fedge.errors import ConfigError
 from fedge.steps.contract import Action
 from fedge.steps.descriptions.describe_labels import DescribeLabels
@@ -37,7 +35,7 @@ OPTIONS = {
     "fedepc selection": {"warm_up": 0},
     "fedepc clustering": {"warm_up": 1},
 }
-PARTS = {"clustering": get_args(Clustering), "selection": get_args(Selection)}
+PARTS = {"clustering": find.OURS, "selection": select.OURS}
 ALL = [(method, part, value) for method in installed_methods() for part, values in PARTS.items() for value in values]
 
 

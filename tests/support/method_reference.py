@@ -18,6 +18,7 @@ import msgspec
 
 from coordinator.methods.catalogue import installed_methods, method_class
 from coordinator.methods.method import Method
+from coordinator.methods.option_values import words_of
 from coordinator.simulation.settings import SimulationSettings
 
 PAGES = Path(__file__).parents[2] / "docs" / "methods"
@@ -70,6 +71,7 @@ is explained in the method's text. A section in that text is a section of the me
 `clustering` has the same words everywhere: `aidc` (FedEPC) of profiles, `mctc` (SCMoE-PFL) of update directions,
 `labels` (CFIC) of label features, `k-means` and `agglomerative` of what the method clusters by itself. Variants that
 only a table of a paper needs are classes in the benchmark that prints the table: `package.module:Class`.
+A selection or clustering may be your own, too: [extending.md](../extending.md#who-trains-and-who-belongs-together).
 
 {without_clusters}
 have no clusters of devices, and refuse `clustering`.
@@ -129,6 +131,8 @@ def values(hint: object) -> str:
     origin = typing.get_origin(hint)
     if origin is typing.Annotated:
         inner, *about = typing.get_args(hint)
+        if inner is str and (words := words_of(hint)):
+            return f"{', '.join(f'`{word}`' for word in words)} or your own"
         signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
         named = [(sign, getattr(each, name, None)) for each in about for name, sign in signs.items()]
         bounds = [f"{sign} {bound}" for sign, bound in named if bound is not None]

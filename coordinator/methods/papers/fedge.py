@@ -339,7 +339,7 @@ class Fedge(Method[FedgeState]):
             return state
         directions = dict(sorted(fleet.get_tensors(state.directions).items()))
         ids, z = tuple(directions), geometry.embedding(np.stack(list(directions.values())))
-        how: Clustering = "mctc" if self.options.clustering in {"aidc", "labels"} else self.options.clustering
+        how = "mctc" if self.options.clustering in {"aidc", "labels"} else self.options.clustering
         seen = Directions(vectors=z, n_clusters=MAX_CLUSTERS)
         found = find_clusters(how, seen, rng=round_rng(self.settings, r))
         tau, separability = found.tau or 0.0, found.separability or 0.0

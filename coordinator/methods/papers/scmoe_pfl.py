@@ -22,7 +22,7 @@ from coordinator.aggregation import averaged
 from coordinator.aggregation.guarded import believed
 from coordinator.aggregation.protection import without_noise
 from coordinator.clustering import geometry, mctc
-from coordinator.clustering.find import Directions, by_label, find_clusters
+from coordinator.clustering.find import Directions, by_label, find_clusters, one_of
 from coordinator.fleet.fleet import Fleet
 from coordinator.fleet.versions import put_after
 from coordinator.methods.method import Method
@@ -88,7 +88,7 @@ class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """
 
     preset: Literal["default", "paper"] = "default"
-    clustering: Literal["mctc", "k-means", "agglomerative", "labels"] = "mctc"
+    clustering: Annotated[str, one_of("mctc", "k-means", "agglomerative", "labels")] = "mctc"
     n_clusters: Annotated[int, Meta(ge=1, le=MAX_STARTS)] | None = None
     freeze_after: Annotated[int, Meta(ge=0)] | None = None
     private_data: Literal["all", "sensitive"] | None = None

@@ -1,6 +1,7 @@
 """Cohorts of methods without clusters, or with overlapping ones: all devices are one cluster.
 
-`uniform` and `fastest` draw from all devices; `ccmab` is FedEPC's bandit with its deadline (fedepc.md section 5).
+`uniform` and `fastest` draw from all devices; `ccmab` is FedEPC's bandit with its deadline (fedepc.md section 5). A
+rule of another package chooses from all that have samples, without a deadline.
 Stratified draws need one cluster per device: methods that have them call `coordinator.selection.select.choose`.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -19,12 +21,12 @@ from coordinator.methods.rounds import accepted, declined, round_rng
 from coordinator.methods.settings import MethodSettings
 from coordinator.methods.state import State
 from coordinator.selection import ccmab
-from coordinator.selection.select import Selection, cohort_size, fastest, uniform
+from coordinator.selection.select import choose, cohort_size, fastest, uniform
 from coordinator.store.records import Device
 from fedge.steps.training.train import Train, Trained
 from fedge.wire.messages import BlobRef
 
-SELECTIONS: Final[tuple[Selection, ...]] = ("uniform", "fastest", "ccmab")
+SELECTIONS: Final = ("uniform", "fastest", "ccmab")
 NO_CLUSTERS: Final = {
     "clustering": "all devices share one model, or a part of one; cfic, fedepc, fedge and scmoe-pfl make clusters",
     "selection=stratified": "it draws about as many devices from each cluster, and here are none; "
@@ -71,21 +73,29 @@ def bandit_of(settings: MethodSettings) -> ccmab.Settings:
 
 
 def drawn(
-    how: Selection | None, state: ChoosingState, devices: Sequence[Device], settings: MethodSettings, model: BlobRef
+    how: str | None, state: ChoosingState, devices: Sequence[Device], settings: MethodSettings, model: BlobRef
 ) -> tuple[list[str], Choices]:
-    """Ids of the cohort of round `state.round + 1`, ascending, and of `ccmab` its choice; for models of this size."""
-    if how == "ccmab":
-        held = ccmab.select(state.bandit, [arm(d, settings.sgd, model) for d in devices], bandit_of(settings))
-        return list(held[0].ids), {0: held}
+    """Ids of the cohort of round `state.round + 1`, ascending, and of `ccmab` and rules of other packages their choice.
+
+    `model`: one of the size of those that are trained.
+    """
     ids = [device.id for device in devices]
     n = cohort_size(len(ids), settings.participation)
     if how == "uniform":
         return uniform(ids, n, round_rng(settings, state.round + 1)), {}
-    clocks = {d.id: d.context.cpu_ghz for d in devices if d.context is not None and d.context.cpu_ghz}
-    return fastest(ids, n, state.seconds, clocks), {}
+    if how is None or how == "fastest":
+        clocks = {d.id: d.context.cpu_ghz for d in devices if d.context is not None and d.context.cpu_ghz}
+        return fastest(ids, n, state.seconds, clocks), {}
+    arms = {0: [arm(d, settings.sgd, model) for d in devices]}
+    bandit = bandit_of(settings)
+    if how != "ccmab":
+        bandit = replace(bandit, deadline_s=math.inf, fairness=False)
+    seed = (settings.seed, state.round + 1)
+    choices = choose(how, arms, {0: state.bandit}, bandit, seed=seed, last_visit={})
+    return list(choices[0][0].ids), choices
 
 
-def learned(how: Selection | None, state: C, choices: Choices, answers: Mapping[str, Answer]) -> C:
+def learned(how: str | None, state: C, choices: Choices, answers: Mapping[str, Answer]) -> C:
     """The state with what a round showed of the devices; of `fastest` infinity where one failed or did not answer."""
     if choices:
         return msgspec.structs.replace(state, bandit=bandits_after(choices, answers)[0])
