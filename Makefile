@@ -10,7 +10,7 @@ TUF_CONFORMANCE := https://github.com/theupdateframework/tuf-conformance
 TUF_CONFORMANCE_COMMIT := eec841c186f81f2d9d8d30460c7e7deefa615f9e
 
 .DEFAULT_GOAL := help
-.PHONY: help demo day docs test test-all coverage chaos fuzz tuf-conformance lint
+.PHONY: help demo day docs test test-all coverage chaos fuzz tuf-conformance release lint
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -53,6 +53,9 @@ tuf-conformance: $(BIN)/fedge  ## the suite of TUF's own project against our cli
 	[ -d $(VENV)/tuf-conformance ] || git clone --quiet $(TUF_CONFORMANCE) $(VENV)/tuf-conformance
 	git -C $(VENV)/tuf-conformance checkout --quiet $(TUF_CONFORMANCE_COMMIT)
 	cd $(VENV)/tuf-conformance && $(CURDIR)/$(BIN)/python -m pytest -c pyproject.toml tuf_conformance --entrypoint=$(CURDIR)/tests/deploy/tuf_client.sh
+
+release: $(BIN)/fedge  ## the sdist and the wheel, into dist, tried with each extra: EACH=1 for one environment per extra
+	$(BIN)/python -m tests.release $(if $(EACH),--each)
 
 lint: $(BIN)/fedge  ## ruff, the formatter, mypy and the import contracts
 	$(BIN)/ruff check .

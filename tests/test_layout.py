@@ -118,6 +118,24 @@ def test_each_package_says_that_it_is_typed_and_ships_the_file_that_says_so(pack
     assert project["tool"]["setuptools"]["package-data"]["*"] == ["py.typed"]
 
 
+def test_wheels_hold_every_file_of_the_packages_that_is_no_module() -> None:
+    """And every module: each lies in a package, whose folders all have an `__init__`."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    patterns = project["tool"]["setuptools"]["package-data"]
+    files = {f for p in PACKAGES for f in (ROOT / p).rglob("*") if f.is_file() and "__pycache__" not in f.parts}
+    rooms = {folder.parent for folder in files if folder.name == "__init__.py"}
+    data = {file for file in files if file.suffix != ".py"}
+    shipped = {
+        file
+        for package, own in patterns.items()
+        for room in (rooms if package == "*" else rooms & {ROOT.joinpath(*package.split("."))})
+        for pattern in own
+        for file in room.glob(pattern)
+    }
+    assert data - shipped == set()
+    assert {file for file in files - data if file.parent not in rooms} == set()
+
+
 def test_the_hooks_before_a_commit_run_what_make_lint_runs() -> None:
     entries = re.findall(r"entry: \.venv/bin/(.*)", (ROOT / ".pre-commit-config.yaml").read_text())
     lint = (ROOT / "Makefile").read_text().partition("\nlint:")[2]
