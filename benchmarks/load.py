@@ -72,7 +72,7 @@ from fedge.tensors.layout import Layout, Model, unflatten
 from fedge.wire.connection.broker import BrokerSettings, Inbound, Will
 from fedge.wire.messages import Ack, BlobRef, Context, Order, Presence, Report, Status, Want, blobs_of, decode, encode
 from fedge.wire.topics import Topics
-from fedge.wire.transfer import Receiver
+from fedge.wire.transfer.receiver import Receiver
 from fedge.wire.transport import Transport
 
 TOPICS = Topics("load")

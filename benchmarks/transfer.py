@@ -52,7 +52,8 @@ from fedge.wire.connection.packet_limits import LARGE_CHUNK
 from fedge.wire.connection.window import OUT_WINDOW
 from fedge.wire.messages import BlobRef, Want, decode
 from fedge.wire.topics import Topics
-from fedge.wire.transfer import Receiver, Sender
+from fedge.wire.transfer.receiver import Receiver
+from fedge.wire.transfer.sender import Sender
 from fedge.wire.transport import Transport
 
 SIZES = {"1.6 MB": 1_607_104, "45 MB": 45_000_000}

@@ -39,6 +39,7 @@ WITHOUT_TESTS_OF_THEIR_OWN = {
     "export/mixture.py": "tests/export/test_graph.py",
     "fedge/system/stopping.py": "tests/edge_agent/device/test_worker.py",
     "fedge/wire/connection/refusals.py": "tests/fedge/wire/connection/test_connector.py",
+    "fedge/wire/transfer/sender.py": "tests/fedge/wire/transfer/test_receiver.py",
     "fedge/identity/names.py": "tests/fedge/identity/test_authority.py",
     "fedge/models/build.py": "tests/fedge/models/test_network.py",
     "fedge/models/choice.py": "tests/fedge/models/test_weights.py",

@@ -32,7 +32,7 @@ from fedge.system.files import digest_of, version_of
 from fedge.wire.connection.broker import BrokerSettings, Inbound
 from fedge.wire.messages import FileRef, Health, Rollout, RolloutState, decode, encode
 from fedge.wire.topics import Topics
-from fedge.wire.transfer import Sender
+from fedge.wire.transfer.sender import Sender
 from fedge.wire.transport import SHORT_SESSION_S, Transport
 
 log = logging.getLogger("fedge.rollout")

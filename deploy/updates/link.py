@@ -43,7 +43,7 @@ from fedge.wire.connection.broker import Inbound
 from fedge.wire.messages import Announcement, BlobRef, Health, Phase, Quality, Rollout, RolloutState, decode, encode
 from fedge.wire.rollout import MAX_METADATA_BYTES, takes_part
 from fedge.wire.topics import Topics
-from fedge.wire.transfer import Receiver
+from fedge.wire.transfer.receiver import Receiver
 from fedge.wire.transport import Transport
 
 log = logging.getLogger("fedge.deploy")

@@ -54,7 +54,8 @@ from fedge.wire.messages import (
     encode,
 )
 from fedge.wire.topics import Topics
-from fedge.wire.transfer import Receiver, Sender
+from fedge.wire.transfer.receiver import Receiver
+from fedge.wire.transfer.sender import Sender
 from fedge.wire.transport import SHORT_SESSION_S, Transport
 
 log = logging.getLogger("fedge.agent")

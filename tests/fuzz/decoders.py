@@ -67,7 +67,9 @@ from fedge.wire import messages
 from fedge.wire.connection.broker import BrokerSettings
 from fedge.wire.messages import Announcement, BlobRef, Order, Outcome, Report, Rollout, RolloutState
 from fedge.wire.streams import connection
-from fedge.wire.transfer import Receiving, Sending, _Part
+from fedge.wire.transfer.partial_blob import PartialBlob
+from fedge.wire.transfer.receiving import Receiving
+from fedge.wire.transfer.sending import Sending
 from tests.deploy.repository import Simulator
 from tests.deploy.served import served
 from tests.support.identities import Authority
@@ -249,7 +251,7 @@ def record(data: bytes) -> None:
     store = BlobFolder(place)
     (place / f"{ref.digest}.part").write_bytes(b"x" * 100)
     (place / f"{ref.digest}.ranges").write_bytes(data)
-    part = _Part(store, ref, durable=False)
+    part = PartialBlob(store, ref, durable=False)
     try:
         assert all(0 <= start < end <= 100 for start, end in part.have)
         Receiving(100, part.have)

@@ -34,7 +34,7 @@ from fedge.wire.connection.broker import Inbound
 from fedge.wire.messages import Announcement, FileRef, Health, Phase, Rollout, RolloutState, Want, decode, encode
 from fedge.wire.rollout import place
 from fedge.wire.topics import Topics
-from fedge.wire.transfer import Sender
+from fedge.wire.transfer.sender import Sender
 from tests.deploy.bundles import digest, other_gate, poor_gate, variant
 from tests.deploy.repository import LATER, PAST, Simulator
 from tests.support.broker import BROKERS, local_broker, settings, transport

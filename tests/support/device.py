@@ -33,7 +33,8 @@ from fedge.wire.messages import (
     encode,
 )
 from fedge.wire.topics import Topics
-from fedge.wire.transfer import Receiver, Sender
+from fedge.wire.transfer.receiver import Receiver
+from fedge.wire.transfer.sender import Sender
 from tests.support.broker import transport
 
 TASK = TaskSpec(name="t", classes=("a", "b"), input_shape=(2,), model="mlp")

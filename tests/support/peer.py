@@ -24,7 +24,8 @@ from fedge.tensors.layout import Codec
 from fedge.wire.connection.broker import Inbound
 from fedge.wire.messages import Ack, BlobRef, Context, Order, Presence, Report, Status, Want, Why, decode, encode
 from fedge.wire.topics import Topics
-from fedge.wire.transfer import Receiver, Sender
+from fedge.wire.transfer.receiver import Receiver
+from fedge.wire.transfer.sender import Sender
 from tests.support.broker import transport
 
 TASK = TaskSpec(name="t", classes=("a", "b"), input_shape=(2,), model="mlp")

@@ -60,7 +60,7 @@ from fedge.wire.messages import (
     is_outdated,
 )
 from fedge.wire.topics import MODELS
-from fedge.wire.transfer import Sender
+from fedge.wire.transfer.sender import Sender
 
 log = logging.getLogger("fedge.coordinator")
 

@@ -40,7 +40,7 @@ from fedge.tensors.layout import Layout
 from fedge.wire.connection.broker import BrokerSettings, Inbound, Will
 from fedge.wire.messages import Ack, BlobRef, Order, Report, Status, Want, decode, encode
 from fedge.wire.topics import INTAKES, MODELS, Topics
-from fedge.wire.transfer import Sender
+from fedge.wire.transfer.sender import Sender
 from fedge.wire.transport import Transport
 
 log = logging.getLogger("fedge.coordinator")

@@ -24,7 +24,7 @@ from fedge.tensors.layout import Layout
 from fedge.wire.connection.packet_limits import SMALL_CHUNK
 from fedge.wire.messages import BlobRef, Order, Report
 from fedge.wire.topics import Topics
-from fedge.wire.transfer import Receiver
+from fedge.wire.transfer.receiver import Receiver
 from fedge.wire.transport import Transport
 
 log = logging.getLogger("fedge.coordinator")

@@ -1,26 +1,19 @@
-"""Transfers: the core under any order, loss and duplication; the shells over real brokers and after kill -9."""
+"""Receivers and senders over real brokers, and after kill -9."""
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import itertools
 import logging
 import os
 import re
 import signal
 import sys
-import tempfile
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from itertools import pairwise
-from pathlib import Path
 
-import psutil
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fedge.errors import ProtocolError, StoreError
 from fedge.system.files import BlobFolder, digest_of
@@ -29,464 +22,25 @@ from fedge.wire.connection.packet_limits import LARGE_CHUNK
 from fedge.wire.connection.window import Publish, Window
 from fedge.wire.messages import BlobRef, Want, decode
 from fedge.wire.topics import Topics
-from fedge.wire.transfer import (
-    ASK_BYTES,
-    LEAST_CHUNK,
-    LISTENERS,
-    MAX_LINES,
-    MAX_PIECES,
-    MAX_RANGES,
-    PART_KEPT_S,
-    SENT_BLOBS,
-    STALL_CAP_S,
-    STEP_BYTES,
-    Ranges,
-    Receiver,
-    Receiving,
-    Sender,
-    Sending,
-    _Part,
-)
+from fedge.wire.transfer.partial_blob import PartialBlob
+from fedge.wire.transfer.receiver import PART_KEPT_S, Receiver
+from fedge.wire.transfer.receiving import ASK_BYTES
+from fedge.wire.transfer.sender import Sender
 from fedge.wire.transport import Transport
 from tests.chaos.network import Network
 from tests.deploy.faults import no_room
-from tests.deploy.power import in_a_process_cut_off_at
+from tests.fedge.wire.transfer.test_partial_blob import a_ref
 from tests.support.broker import local_broker, open_broker, transport
 from tests.support.waiting import until
 
 TOPICS = Topics("test")
 WAIT_S = 300.0
-# ------------------------------------------------------------------------------------------------------ ranges
-small_ranges = st.tuples(st.integers(0, 40), st.integers(0, 40)).map(sorted).map(tuple)
-
-
-def offsets(ranges) -> set[int]:
-    return {i for start, end in ranges for i in range(start, end)}
-
-
-@given(st.lists(st.tuples(st.sampled_from(["add", "remove"]), small_ranges)), small_ranges)
-def test_ranges_are_a_set_of_offsets(steps, probe):
-    ranges, model = Ranges(), set()
-    for verb, (start, end) in steps:
-        getattr(ranges, verb)(start, end)
-        model = model | offsets([(start, end)]) if verb == "add" else model - offsets([(start, end)])
-    held = list(ranges)
-    assert offsets(held) == model
-    assert ranges.n_bytes == len(model)
-    assert len(ranges) == len(held)
-    assert all(a[1] < b[0] for a, b in pairwise(held))  # disjoint, sorted, merged
-    assert offsets(ranges.overlap(*probe)) == model & offsets([probe])
-
-
-# --------------------------------------------------------------------------------------------------- receiving
-
-
-@given(st.lists(st.tuples(st.integers(1, 60), st.lists(st.integers(0, 200), max_size=6)), max_size=8))
-def test_any_order_loss_and_duplication_ends_in_the_right_bytes(rounds):
-    """A network that loses, repeats, reorders and cuts chunks as it likes, and at last behaves."""
-    blob = bytes(range(1, 201))
-    receiving, got = Receiving(len(blob)), bytearray(len(blob))
-
-    def arrive(start: int, end: int) -> None:
-        for low, high in receiving.arrived(start, end - start):
-            got[low:high] = blob[low:high]
-            receiving.stored(low, high)
-
-    for cut, picks in rounds:
-        asked = receiving.ask(ASK_BYTES)
-        chunks = [(i, min(i + cut, end)) for start, end in asked for i in range(start, end, cut)]
-        for pick in picks if chunks else ():
-            arrive(*chunks[pick % len(chunks)])
-        receiving.stalled()
-    while not receiving.complete:
-        for start, end in reversed(receiving.ask(ASK_BYTES)):
-            arrive(start, end)
-    assert bytes(got) == blob
-    assert receiving.under_way == 0
-
-
-def test_asks_for_a_part_and_for_more_when_half_of_it_came():
-    receiving = Receiving(3 * ASK_BYTES)
-    assert receiving.ask(10 * ASK_BYTES) == ((0, ASK_BYTES),)
-    assert receiving.ask(10 * ASK_BYTES) == ()
-    receiving.arrived(0, ASK_BYTES // 2)
-    receiving.stored(0, ASK_BYTES // 2)
-    assert receiving.ask(10 * ASK_BYTES) == ((ASK_BYTES, ASK_BYTES + ASK_BYTES // 2),)
-    assert receiving.under_way == ASK_BYTES
-
-
-def test_without_budget_one_chunk_is_still_asked_for():
-    receiving = Receiving(ASK_BYTES)
-    assert receiving.ask(-5) == ((0, LARGE_CHUNK),)
-
-
-def test_after_a_stall_it_begins_with_one_chunk_and_grows_again():
-    receiving = Receiving(4 * ASK_BYTES)
-    receiving.ask(ASK_BYTES)
-    patience = receiving.patience_s
-    receiving.stalled()
-    assert receiving.under_way == 0
-    assert receiving.patience_s == 2 * patience
-    assert receiving.ask(ASK_BYTES) == ((0, LARGE_CHUNK),)
-    receiving.arrived(0, LARGE_CHUNK)
-    receiving.stored(0, LARGE_CHUNK)
-    assert receiving.ask(ASK_BYTES) == ((LARGE_CHUNK, 3 * LARGE_CHUNK),)
-    for _ in range(10):
-        receiving.stalled()
-    assert receiving.patience_s == STALL_CAP_S
-
-
-def test_a_few_bytes_are_no_progress():
-    receiving = Receiving(ASK_BYTES)
-    receiving.ask(ASK_BYTES)
-    for length, advanced in ((STEP_BYTES, True), (1, False), (STEP_BYTES - 2, False), (1, True), (1, False)):
-        assert progress(receiving, length) is advanced
-    assert progress(receiving, ASK_BYTES - receiving.missing[0][0]), "all that was asked for"
-
-
-def test_chunks_as_small_as_those_that_came_are_progress():
-    """Of a broker that takes no larger ones, which the sender alone finds out; smaller ones no sender cuts."""
-    receiving = Receiving(ASK_BYTES)
-    receiving.ask(ASK_BYTES)
-    assert not progress(receiving, 1)
-    assert not progress(receiving, LEAST_CHUNK - 2)
-    assert progress(receiving, LEAST_CHUNK)
-    assert [progress(receiving, length) for length in (8192, 4096, 4096, 8191)] == [True, False, True, False]
-    assert [progress(receiving, length) for length in (LARGE_CHUNK, STEP_BYTES - 1, 1)] == [True, False, True]
-
-
-def progress(receiving: Receiving, length: int) -> bool:
-    """Whether the next bytes, in one chunk, are."""
-    start = receiving.missing[0][0]
-    receiving.arrived(start, length)
-    receiving.stored(start, start + length)
-    return receiving.advanced()
-
-
-def test_resumes_with_what_is_missing():
-    receiving = Receiving(100, have=[(0, 40), (60, 100)])
-    assert receiving.missing == ((40, 60),)
-    assert receiving.ask(ASK_BYTES) == ((40, 60),)
-
-
-def test_a_want_never_has_too_many_ranges():
-    receiving = Receiving(4 * MAX_RANGES, have=[(i, i + 1) for i in range(0, 4 * MAX_RANGES, 2)])
-    assert len(receiving.ask(ASK_BYTES)) == MAX_RANGES
-
-
-def test_chunks_of_one_byte_leave_no_more_pieces_than_can_be_looked_through():
-    size = 4 * MAX_PIECES
-    receiving = Receiving(size)
-    for offset in range(1, 2 * MAX_PIECES - 1, 2):
-        receiving.stored(*receiving.arrived(offset, 1)[0])
-    before = receiving.missing
-
-    with pytest.raises(ProtocolError) as caught:
-        receiving.arrived(size - 2, 1)
-
-    assert caught.value.name == "fragmented"
-    assert receiving.missing == before
-    assert len(before) == MAX_PIECES
-    while not receiving.complete:  # from the start of a gap on, as senders send it
-        start, end = receiving.missing[0]
-        for piece in receiving.arrived(start, min(end, start + 7) - start):
-            receiving.stored(*piece)
-
-
-def test_bytes_that_are_there_are_not_new():
-    receiving = Receiving(100, have=[(10, 20)])
-    assert receiving.arrived(0, 30) == [(0, 10), (20, 30)]
-    assert receiving.arrived(12, 5) == []
-
-
-@pytest.mark.parametrize(("offset", "length"), [(0, 0), (-1, 5), (96, 5), (100, 1), (2**60, 1)])
-def test_chunks_beyond_the_blob_are_refused(offset, length):
-    receiving = Receiving(100)
-    with pytest.raises(ProtocolError) as caught:
-        receiving.arrived(offset, length)
-    assert caught.value.name == "out-of-range"
-    assert receiving.missing == ((0, 100),)
-
-
-# ----------------------------------------------------------------------------------------------------- sending
-
-KEY, OTHER = ("digest", "chunks/+"), ("other", "chunks/+")
-
-
-def drain(sending: Sending, chunk: int) -> list[tuple[str, int, int]]:
-    out = []
-    while (found := sending.next(chunk)) is not None:
-        out.append((found[0][0], found[1], found[2]))
-    return out
-
-
-def test_overlapping_wants_are_published_once():
-    sending = Sending()
-    assert not sending.want(KEY, [(0, 60)])
-    assert not sending.want(KEY, [(30, 100)])
-    assert drain(sending, 40) == [("digest", 0, 40), ("digest", 40, 80), ("digest", 80, 100)]
-
-
-def test_what_was_published_before_waits_for_more_who_want_it():
-    sending = Sending()
-    sending.want(KEY, [(0, 50)])
-    assert drain(sending, 50) == [("digest", 0, 50)]
-    assert sending.want(KEY, [(0, 80)])
-    assert sending.want(KEY, [(20, 50)])
-    assert drain(sending, 50) == [("digest", 50, 80)]
-    sending.release(KEY)
-    assert drain(sending, 50) == [("digest", 0, 50)]
-
-
-ONE, TWO = ("one", 1), ("two", 7)
-
-
-def test_what_others_wanted_is_not_published_again_for_who_listens_already():
-    sending = Sending()
-    sending.want(KEY, [(0, 40)], ONE)
-    sending.want(KEY, [(0, 40)], TWO)
-    assert drain(sending, 40) == [("digest", 0, 40)]
-    sending.want(KEY, [(40, 80)], ONE)
-    assert drain(sending, 40) == [("digest", 40, 80)]
-    assert not sending.want(KEY, [(40, 100)], TWO)  # it lags: [40, 80) is on its way to it
-    assert drain(sending, 40) == [("digest", 80, 100)]
-
-
-@pytest.mark.parametrize("newcomer", [("three", 3), ("one", 2), None])
-def test_who_was_not_listening_is_sent_it_again(newcomer):
-    """Another device; the same one with a new subscription, or after a stall; and one that does not say."""
-    sending = Sending()
-    sending.want(KEY, [(0, 40)], ONE)
-    drain(sending, 40)
-    assert sending.want(KEY, [(0, 40)], newcomer)
-    sending.release(KEY)
-    assert drain(sending, 40) == [("digest", 0, 40)]
-
-
-def test_who_is_forgotten_is_sent_it_again():
-    sending = Sending()
-    for i in range(LISTENERS + 1):
-        sending.want(KEY, [(0, 1)], ("device", i + 1))
-    drain(sending, 1)
-    assert not sending.want(KEY, [(0, 1)], ("device", LISTENERS + 1))
-    assert sending.want(KEY, [(0, 1)], ("device", 1))
-    assert len(sending._blobs[KEY].on_the_way) == LISTENERS
-
-
-@given(st.lists(st.one_of(st.tuples(st.integers(1, 3), small_ranges), st.none())), st.integers(1, 20))
-def test_every_listener_gets_what_it_wants(steps, chunk):
-    """Since its first want; None publishes one chunk."""
-    sending, wanted, got = Sending(), {}, {}
-
-    def publish() -> bool:
-        found = sending.next(chunk)
-        for listener in got:
-            got[listener] |= offsets([found[1:]]) if found else set()
-        return found is not None
-
-    for step in steps:
-        if step is None:
-            publish()
-        else:
-            listener = ("device", step[0])
-            sending.want(KEY, [step[1]], listener)
-            wanted[listener] = wanted.get(listener, set()) | offsets([step[1]])
-            got.setdefault(listener, set())
-    sending.release(KEY)
-    while publish():
-        pass
-    assert all(wanted[listener] <= got[listener] for listener in wanted)
-
-
-def test_blobs_take_turns():
-    sending = Sending()
-    sending.want(KEY, [(0, 30)])
-    sending.want(OTHER, [(0, 20)])
-    assert [d for d, _, _ in drain(sending, 10)] == ["digest", "other", "digest", "other", "digest"]
-
-
-def test_dropped_and_unknown_blobs_are_nobodys():
-    sending = Sending()
-    sending.want(KEY, [(0, 30)])
-    sending.drop(KEY)
-    sending.drop(OTHER)
-    sending.release(OTHER)
-    assert drain(sending, 10) == []
-
-
-def test_memory_of_a_sender_is_bounded():
-    sending = Sending()
-    for i in range(5 * SENT_BLOBS):
-        sending.want((str(i), "+"), [(0, 1)])
-        drain(sending, 1)
-    assert len(sending._blobs) <= SENT_BLOBS + 1
-
-
-@pytest.mark.parametrize("served", [True, False])
-def test_wants_of_single_bytes_leave_no_more_pieces_than_can_be_looked_through(served):
-    sending, listener = Sending(), ("cam1", 1)
-    refused = []
-    for first in range(0, 6 * MAX_PIECES, 2 * MAX_RANGES):
-        wanted = [(i, i + 1) for i in range(first, first + 2 * MAX_RANGES, 2)]
-        try:
-            sending.want(KEY, wanted, listener)
-        except ProtocolError as error:
-            refused.append(error.name)
-        if served:
-            drain(sending, 1)
-        blob = sending._blobs[KEY]
-        pieces = (blob.due, blob.held, blob.published, *blob.on_the_way.values())
-        assert all(len(piece) <= MAX_PIECES + MAX_RANGES for piece in pieces)
-    assert set(refused) == (set() if served else {"fragmented"})
-
-    drain(sending, 1)
-    sending.want(KEY, [(1, 5)], listener)  # whoever it is goes on
-    sending.release(KEY)
-    assert offsets([(1, 5)]) <= offsets(chunk[1:] for chunk in drain(sending, 10))
-
-
-@given(st.lists(st.one_of(st.lists(small_ranges, max_size=3), st.none())), st.integers(1, 20))
-def test_every_want_is_served(steps, chunk):
-    """After each want there is at least one publication of each of its bytes; None publishes one chunk."""
-    sending, open_bytes = Sending(), set()
-    for wanted in steps:
-        if wanted is None:
-            sending.release(KEY)
-            found = sending.next(chunk)
-            if found is not None:
-                assert found[2] - found[1] <= chunk
-                open_bytes -= offsets([found[1:]])
-        else:
-            sending.want(KEY, wanted)
-            open_bytes |= offsets(wanted)
-    sending.release(KEY)
-    for _, start, end in drain(sending, chunk):
-        open_bytes -= offsets([(start, end)])
-    assert not open_bytes
-
-
-# ---------------------------------------------------------------------------------------------- the partial file
-
-
-def a_ref(data: bytes) -> BlobRef:
-    return BlobRef(digest=digest_of(data), size_bytes=len(data))
-
-
-@pytest.mark.parametrize("durable", [True, False])
-def test_partial_file_goes_on_where_it_was(tmp_path, durable):
-    data = os.urandom(1000)
-    folder = BlobFolder(tmp_path)
-    first = _Part(folder, a_ref(data), durable=durable)
-    first.write(0, data[:300], [(0, 300)])
-    first.write(500, data[500:700], [(520, 600)])
-    first.close()
-    second = _Part(folder, a_ref(data), durable=durable)
-    assert list(second.have) == [(0, 300), (520, 600)]
-    second.write(300, data[300:], [(300, 520), (600, 1000)])
-    assert second.verify_and_keep()
-    second.close()
-    assert folder.get(digest_of(data)) == data
-    assert [p.name for p in tmp_path.iterdir()] == [digest_of(data)]
-
-
-@pytest.mark.parametrize(
-    "torn", [b"0 3", b"0 300\n300 5", b"x y\n0 300\n", b"0 300\n200 1001\n", b"\n\n7\n0 300\n5 5\n"]
-)
-def test_torn_record_promises_nothing_that_is_not_there(tmp_path, torn):
-    data = os.urandom(1000)
-    folder = BlobFolder(tmp_path)
-    first = _Part(folder, a_ref(data), durable=True)
-    first.write(0, data[:300], [(0, 300)])
-    first.close()
-    (tmp_path / f"{digest_of(data)}.ranges").write_bytes(torn)
-    second = _Part(folder, a_ref(data), durable=True)
-    assert list(second.have) in ([], [(0, 300)])
-    second.close()
-
-
-def in_small_chunks(part, data, order):
-    """Every byte for itself, in some order."""
-    for i in order:
-        part.write(i, data[i : i + 1], [(i, i + 1)])
-
-
-def test_the_record_of_very_small_chunks_stays_small_and_says_the_same(tmp_path):
-    data, folder, sizes = os.urandom(3 * MAX_LINES), BlobFolder(tmp_path), []
-    record = tmp_path / f"{digest_of(data)}.ranges"
-    for begin in range(0, len(data), MAX_LINES):  # by three receivers, the latter from what it finds
-        end = begin + MAX_LINES
-        part = _Part(folder, a_ref(data), durable=False)
-        assert list(part.have) == ([(0, begin)] if begin else [])
-        for i in range(begin, end, 2048):
-            in_small_chunks(part, data, [*range(i, i + 2048, 2), *range(i + 1, i + 2048, 2)])
-            sizes.append(record.read_bytes().count(b"\n"))
-        if end < len(data):
-            part.close()
-    assert max(sizes) <= MAX_LINES + 1
-    assert part.verify_and_keep()
-    part.close()
-    assert [path.name for path in tmp_path.iterdir()] == [digest_of(data)]
-
-
-def test_cut_off_wherever_it_is_while_the_record_is_written_anew_nothing_is_promised_that_is_not_there(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setattr("fedge.wire.transfer.MAX_LINES", 4)
-    data = bytes(range(1, 17))
-
-    def receive(folder):
-        in_small_chunks(_Part(folder, a_ref(data), durable=True), data, [*range(0, 16, 3), *range(1, 16, 3)])
-
-    for change in itertools.count():
-        folder = BlobFolder(tmp_path / str(change))
-        cut_off = in_a_process_cut_off_at(change, functools.partial(receive, folder))
-        part = _Part(folder, a_ref(data), durable=True)
-        found = (tmp_path / str(change) / f"{digest_of(data)}.part").read_bytes()
-        assert all(found[start:end] == data[start:end] for start, end in part.have)
-        missing = set(range(16)) - {i for start, end in part.have for i in range(start, end)}
-        in_small_chunks(part, data, missing)
-        assert part.verify_and_keep()
-        part.close()
-        if not cut_off:
-            assert change > 5
-            break
-
-
-def test_record_without_its_data_is_not_believed(tmp_path):
-    data = os.urandom(1000)
-    (tmp_path / f"{digest_of(data)}.ranges").write_bytes(b"0 1000\n")
-    part = _Part(BlobFolder(tmp_path), a_ref(data), durable=True)
-    assert not part.have
-    part.close()
-    assert (tmp_path / f"{digest_of(data)}.ranges").read_bytes() == b""
-
-
-def test_what_was_written_for_a_larger_size_is_no_part_of_the_blob(tmp_path):
-    data = os.urandom(1000)
-    folder = BlobFolder(tmp_path)
-    first = _Part(folder, BlobRef(digest=digest_of(data), size_bytes=5000), durable=True)
-    first.write(4000, bytes(1000), [(4000, 5000)])
-    first.close()
-    second = _Part(folder, a_ref(data), durable=True)
-    second.write(0, data, [(0, 1000)])
-    assert second.verify_and_keep()
-    second.close()
-    assert folder.get(digest_of(data)) == data
-
-
-def test_a_partial_file_that_cannot_be_opened_leaves_no_handle(tmp_path):
-    data = os.urandom(1000)
-    (tmp_path / f"{digest_of(data)}.ranges").mkdir()
-    before = psutil.Process().num_fds()
-    with pytest.raises(IsADirectoryError):
-        _Part(BlobFolder(tmp_path), a_ref(data), durable=True)
-    assert psutil.Process().num_fds() == before
 
 
 async def test_a_cancelled_fetch_leaves_the_loop_free_while_its_bytes_reach_the_disk(tmp_path, forced):
     data = os.urandom(1000)
     folder = BlobFolder(tmp_path)
-    part = _Part(folder, a_ref(data), durable=True)
+    part = PartialBlob(folder, a_ref(data), durable=True)
     part.write(0, data, [(0, 1000)])
     part.close()
     begun, reached, in_time = threading.Event(), threading.Event(), []
@@ -504,35 +58,6 @@ async def test_a_cancelled_fetch_leaves_the_loop_free_while_its_bytes_reach_the_
     await asyncio.gather(fetching, return_exceptions=True)
     assert in_time[0]
     assert fetching.cancelled()
-
-
-def test_closed_partial_file_is_left_alone(tmp_path):
-    data = os.urandom(1000)
-    part = _Part(BlobFolder(tmp_path), a_ref(data), durable=True)
-    part.close()
-    part.close()
-    part.write(0, data, [(0, 1000)])
-    assert not part.verify_and_keep()
-    assert digest_of(data) not in BlobFolder(tmp_path)
-
-
-@given(st.permutations(range(10)), st.integers(0, 10))
-def test_any_order_is_hashed_right(order, n_first):
-    """Also over a restart in between; and what has no gap before it is hashed before the end."""
-    data = os.urandom(1000)
-    with tempfile.TemporaryDirectory() as home:
-        folder = BlobFolder(Path(home))
-        for some in (order[:n_first], order[n_first:]):
-            part = _Part(folder, a_ref(data), durable=False)
-            for i in some:
-                part.write(100 * i, data[100 * i : 100 * i + 100], [(100 * i, 100 * i + 100)])
-            gap = next((i for i in range(10) if not part.have.overlap(100 * i, 100 * i + 1)), 10)
-            assert part._hashed == 100 * gap or not some
-            part.close()
-        last = _Part(folder, a_ref(data), durable=False)
-        assert last.verify_and_keep()
-        last.close()
-        assert folder.get(digest_of(data)) == data
 
 
 @pytest.mark.parametrize("durable", [True, False])
@@ -565,9 +90,6 @@ async def test_old_partial_files_are_removed(broker, tmp_path):
     os.utime(old, (0, old.stat().st_mtime - PART_KEPT_S - 60))
     Receiver(transport(broker, "agent"), BlobFolder(tmp_path))
     assert [p.name for p in tmp_path.iterdir() if p.suffix == ".part"] == [young.name]
-
-
-# ----------------------------------------------------------------------------------------------------- the shells
 
 
 @asynccontextmanager
@@ -624,7 +146,7 @@ async def test_a_broker_of_small_packets_is_asked_for_fewer_ranges(tmp_path, pac
     up, down = BlobFolder(tmp_path / "up"), BlobFolder(tmp_path / "down")
     ref = a_ref(data)
     up.put(data)
-    part = _Part(down, ref, durable=False)  # what came so far has 200 gaps
+    part = PartialBlob(down, ref, durable=False)  # what came so far has 200 gaps
     for i in range(0, len(data), 200):
         part.write(i, data[i : i + 190], [(i, i + 190)])
     part.close()
@@ -742,7 +264,7 @@ async def test_two_fetches_of_one_blob_share_the_work(broker, tmp_path):
 @pytest.fixture
 def stalls_soon(monkeypatch):
     """A fetch asks again, and gives up, sooner than in service."""
-    monkeypatch.setattr("fedge.wire.transfer.STALL_S", 0.5)
+    monkeypatch.setattr("fedge.wire.transfer.receiving.STALL_S", 0.5)
 
 
 @pytest.mark.usefixtures("stalls_soon")
@@ -1038,7 +560,7 @@ from pathlib import Path
 from fedge.system.files import BlobFolder
 from fedge.wire.messages import BlobRef
 from fedge.wire.topics import Topics
-from fedge.wire.transfer import Receiver
+from fedge.wire.transfer.receiver import Receiver
 from fedge.wire.transport import BrokerSettings, Transport
 
 async def main(port, folder, digest, size):

@@ -1,0 +1,119 @@
+"""Which bytes of a blob are missing, and which to request now: without IO or clock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from fedge.errors import ProtocolError
+from fedge.wire.connection.packet_limits import LARGE_CHUNK, LEAST_PACKET, PACKET_OVERHEAD, SMALL_CHUNK
+from fedge.wire.transfer.ranges import MAX_PIECES, MAX_RANGES, Range, Ranges
+
+ASK_BYTES: Final = 8 * 1024 * 1024
+"""One fetch has at most this much under way: 60 ms at 1 GbE, and far below a broker's queue limit."""
+STALL_S: Final = 3.0
+"""No new chunk for so long: what was asked for is lost. Doubles up to `STALL_CAP_S` where chunks need longer."""
+STALL_CAP_S: Final = 12.0
+STEP_BYTES: Final = SMALL_CHUNK
+"""So many new bytes, as many as the largest chunk of this fetch, or all that was asked for, count as progress. Fewer do
+not: on a broker that admits everybody, a stranger who sends a byte now and then would keep a receiver from asking again
+for what was lost. How small chunks must be, the sender may find out alone: so the receiver measures them."""
+LEAST_CHUNK: Final = LEAST_PACKET - PACKET_OVERHEAD
+"""No sender of ours cuts smaller ones; those of a stranger do not make progress cheaper."""
+
+
+class Receiving:
+    """Which bytes of a blob are missing, and which to request now. No IO, no clock."""
+
+    def __init__(self, size_bytes: int, have: Iterable[Range] = ()) -> None:
+        self.size_bytes = size_bytes
+        self.patience_s = STALL_S
+        """Time without a new chunk after which `stalled` is to be called."""
+        self._missing = Ranges([(0, size_bytes)])
+        self._asked = Ranges()
+        self._unsafe_bytes = 0
+        self._since_step = 0
+        self._chunk_bytes = LEAST_CHUNK
+        self._ask_bytes = ASK_BYTES
+        for start, end in have:
+            self._missing.remove(start, end)
+
+    @property
+    def complete(self) -> bool:
+        """All bytes are stored; the digest decides whether they are right."""
+        return not self._missing and not self._unsafe_bytes
+
+    @property
+    def missing(self) -> tuple[Range, ...]:
+        """What has not arrived, in order."""
+        return tuple(self._missing)
+
+    @property
+    def under_way(self) -> int:
+        """Bytes requested but not yet stored."""
+        return self._asked.n_bytes
+
+    def arrived(self, offset: int, length: int) -> list[Range]:
+        """The missing parts of a chunk, to be stored and then reported to `stored`.
+
+        Raises:
+            ProtocolError: `out-of-range`: the chunk is empty or reaches beyond the blob; `fragmented`: there would be
+                too many gaps.
+        """
+        if offset < 0 or length < 1 or offset + length > self.size_bytes:
+            raise ProtocolError("out-of-range", f"chunk of {length} bytes at {offset} of {self.size_bytes}")
+        new, n_before = self._missing.overlap(offset, offset + length), len(self._missing)
+        self._missing.remove(offset, offset + length)
+        if n_before < len(self._missing) > MAX_PIECES:
+            self._missing.add(offset, offset + length)  # all of it was missing
+            raise ProtocolError("fragmented", f"chunk of {length} bytes at {offset}: {n_before} gaps already")
+        self._unsafe_bytes += sum(end - start for start, end in new)
+        self._chunk_bytes = max(self._chunk_bytes, length)
+        return new
+
+    def stored(self, start: int, end: int) -> None:
+        """Mark [start, end), which had arrived, as stored."""
+        self._unsafe_bytes -= end - start
+        self._since_step += end - start
+        self._asked.remove(start, end)
+        self._ask_bytes = min(ASK_BYTES, self._ask_bytes * 2)
+
+    def advanced(self) -> bool:
+        """Whether a step was stored since the last time that this was so."""
+        if found := self._since_step >= min(STEP_BYTES, self._chunk_bytes) or not self._asked:
+            self._since_step = 0
+        return found
+
+    def ask(self, budget: int, max_ranges: int = MAX_RANGES) -> tuple[Range, ...]:
+        """The ranges to request now, in order: none while at least half of this fetch's allowance is under way.
+
+        Args:
+            budget: bytes that other fetches leave us; one chunk is requested even without, so that all make progress.
+            max_ranges: limit of one Want.
+        """
+        under_way = self.under_way
+        if under_way > self._ask_bytes // 2:
+            return ()
+        room = max(min(self._ask_bytes - under_way, budget), 0 if under_way else LARGE_CHUNK)
+        free = Ranges(self._missing)
+        for start, end in self._asked:
+            free.remove(start, end)
+        chosen: list[Range] = []
+        for start, end in free:
+            if room <= 0 or len(chosen) == max_ranges:
+                break
+            chosen.append((start, min(end, start + room)))
+            room -= end - start
+        for start, end in chosen:
+            self._asked.add(start, end)
+        return tuple(chosen)
+
+    def lost(self) -> None:
+        """The connection broke: nothing is under way any more."""
+        self._asked = Ranges()
+
+    def stalled(self) -> None:
+        """Nothing new arrived in time: restart with one chunk (the sender may be gone; leave room for others)."""
+        self.lost()
+        self._ask_bytes = LARGE_CHUNK
+        self.patience_s = min(STALL_CAP_S, self.patience_s * 2)

@@ -1,0 +1,118 @@
+"""Which chunk goes out next: without IO or clock."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+from fedge.errors import ProtocolError
+from fedge.wire.transfer.ranges import MAX_PIECES, Range, Ranges
+
+Key = tuple[str, str]
+"""A blob on its way out: digest, topic filter of its chunks."""
+Listener = tuple[str, int]
+"""A subscription to the chunks of a blob: device, and a number that it drew for it (`Want.listening`)."""
+SENT_BLOBS: Final = 64
+"""Blobs whose published ranges a sender remembers for that purpose."""
+LISTENERS: Final = 1024
+"""Subscriptions to one blob that a sender remembers. A forgotten one is sent again what is already on its way."""
+
+
+@dataclass(slots=True)
+class _Outgoing:
+    """A blob with outstanding wants."""
+
+    due: Ranges = field(default_factory=Ranges)
+    held: Ranges = field(default_factory=Ranges)
+    published: Ranges = field(default_factory=Ranges)
+    on_the_way: OrderedDict[Listener, Ranges] = field(default_factory=OrderedDict)
+    """What was published since a listener's first Want: it subscribes to all chunks, so it gets this unasked."""
+
+
+class Sending:
+    """Chooses the next chunk to publish. Overlapping wants are merged while they wait; blobs take turns. No IO."""
+
+    def __init__(self) -> None:
+        self._blobs: OrderedDict[Key, _Outgoing] = OrderedDict()  # most recently requested last
+        self._turns: OrderedDict[Key, None] = OrderedDict()  # blobs with something due
+
+    def want(self, key: Key, ranges: Iterable[Range], listener: Listener | None = None) -> bool:
+        """Queue byte ranges; True if some were published before and wait for `release`.
+
+        Ranges already on their way to this listener, because others wanted them, are not queued.
+
+        Raises:
+            ProtocolError: `fragmented`: too many pieces are waiting already.
+        """
+        blob = self._blobs.setdefault(key, _Outgoing())
+        if len(blob.due) + len(blob.held) > MAX_PIECES:
+            raise ProtocolError("fragmented", f"{len(blob.due) + len(blob.held)} pieces of {key[0]} wait already")
+        self._blobs.move_to_end(key)
+        on_the_way = blob.on_the_way.get(listener, Ranges()) if listener else Ranges()
+        for start, end in ranges:
+            fresh = Ranges([(start, end)])
+            for low, high in on_the_way.overlap(start, end):
+                fresh.remove(low, high)
+            for part in tuple(fresh):
+                for low, high in blob.published.overlap(*part):
+                    blob.held.add(low, high)
+                    fresh.remove(low, high)
+            for low, high in fresh:
+                blob.due.add(low, high)
+        if listener and listener not in blob.on_the_way:
+            blob.on_the_way[listener] = Ranges()
+            if len(blob.on_the_way) > LISTENERS:
+                blob.on_the_way.popitem(last=False)
+        if blob.due:
+            self._turns.setdefault(key)
+        self._forget_old()
+        return bool(blob.held)
+
+    def release(self, key: Key) -> None:
+        """End the wait: queue again what was published before, for all who asked meanwhile."""
+        blob = self._blobs.get(key)
+        if blob is not None and blob.held:
+            for start, end in blob.held:
+                blob.due.add(start, end)
+            blob.held = Ranges()
+            self._turns.setdefault(key)
+
+    def next(self, chunk_bytes: int) -> tuple[Key, int, int] | None:
+        """Take the next chunk: key, start, end (at most `chunk_bytes` long); None if nothing is due."""
+        if not self._turns:
+            return None
+        key, _ = self._turns.popitem(last=False)
+        blob = self._blobs[key]
+        start, end = next(iter(blob.due))
+        stop = min(end, start + chunk_bytes)
+        blob.due.remove(start, stop)
+        blob.published.add(start, stop)
+        if len(blob.published) > MAX_PIECES:  # the gaps are held back once, too
+            (low, _), *_, (_, high) = blob.published
+            blob.published = Ranges([(low, high)])
+        for listener, ranges in tuple(blob.on_the_way.items()):
+            ranges.add(start, stop)
+            if len(ranges) > MAX_PIECES:
+                del blob.on_the_way[listener]
+        if blob.due:
+            self._turns[key] = None
+        return key, start, stop
+
+    def again(self, key: Key, start: int, end: int) -> None:
+        """Queue a chunk again that the broker did not take; no effect if the blob was dropped meanwhile."""
+        if (blob := self._blobs.get(key)) is not None:
+            blob.due.add(start, end)
+            self._turns.setdefault(key)
+
+    def drop(self, key: Key) -> None:
+        """Forget a blob and all its wants."""
+        self._blobs.pop(key, None)
+        self._turns.pop(key, None)
+
+    def _forget_old(self) -> None:
+        if len(self._blobs) > SENT_BLOBS:
+            idle = [key for key, blob in self._blobs.items() if not blob.due and not blob.held]
+            for key in idle[: len(self._blobs) - SENT_BLOBS]:
+                del self._blobs[key]
