@@ -18,7 +18,8 @@ from typing import Any, Final
 import msgspec
 
 from coordinator.fleet.mqtt.fleet import MqttFleet
-from coordinator.fleet.mqtt.roles import BlobServer, Intake, begun, own_folder
+from coordinator.fleet.mqtt.intake import Intake
+from coordinator.fleet.mqtt.roles import BlobServer, begun, own_folder
 from coordinator.fleet.relayed import STEPS, RelayFleet
 from coordinator.methods.catalogue import method_class
 from coordinator.methods.method import Method

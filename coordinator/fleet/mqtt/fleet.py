@@ -18,9 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.fleet.fleet import Answer, Fleet, Seen, asked, order_for, require_sendable
+from coordinator.fleet.mqtt.intake import CHECK_LOST, MAX_UNDER_WAY, Intake, require_own
 from coordinator.fleet.mqtt.orders import OrderBook
 from coordinator.fleet.mqtt.pace import Paces, work_of
-from coordinator.fleet.mqtt.roles import CHECK_LOST, MAX_UNDER_WAY, SAYS_NOTHING, Intake, require_own
+from coordinator.fleet.mqtt.process import SAYS_NOTHING
 from coordinator.fleet.mqtt.sole import Sole, told
 from coordinator.fleet.problems import Problem
 from coordinator.fleet.quarantine import LONG_UPDATE, READMITTED, Quarantine, quarantined

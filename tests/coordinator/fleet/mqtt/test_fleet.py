@@ -307,7 +307,7 @@ async def test_a_report_that_comes_at_the_fourth_attempt_tells_that_the_broker_l
     await a.say("reports", again)  # we may have been away when it was sent before
     assert (await a.ack(order.id)).accepted
     assert fleet.problems == {}
-    monkeypatch.setattr("coordinator.fleet.mqtt.roles.QUIET_S", 0.0)
+    monkeypatch.setattr("coordinator.fleet.mqtt.intake.QUIET_S", 0.0)
     await b.say("reports", msgspec.structs.replace(report_of(other, b.trained(0.5), 0.5), again=2))
     assert (await b.ack(other.id)).accepted
     await running
@@ -325,13 +325,13 @@ async def test_a_report_that_comes_at_the_fourth_attempt_tells_that_the_broker_l
 async def test_copies_that_the_coordinator_itself_dropped_are_no_loss_of_the_brokers(
     one_broker: LocalBroker, store: Store, stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coordinator.fleet.mqtt.roles.QUIET_S", 0.0)
+    monkeypatch.setattr("coordinator.fleet.mqtt.intake.QUIET_S", 0.0)
     fleet, (a,) = await federation(stack, one_broker, store, "a")
     running = asyncio.create_task(fleet.run("train", {"a": train(fleet)}))
     order = await a.order("train")
     report = report_of(order, a.trained(0.5), 0.5)
     with monkeypatch.context() as full:
-        full.setattr("coordinator.fleet.mqtt.roles.MAX_REPORTS", 0)
+        full.setattr("coordinator.fleet.mqtt.intake.MAX_REPORTS", 0)
         await a.say("reports", report)
         await until(lambda: ("a", order.id) in fleet._copies)
     await a.say("reports", msgspec.structs.replace(report, again=3))

@@ -1,0 +1,316 @@
+"""Reports and their updates: fetched, checked, accepted once, acknowledged."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from coordinator.fleet.mqtt.process import Process
+from coordinator.fleet.mqtt.uploads import NO_EVIDENCE, Uploads, answer_to
+from coordinator.store.records import Offence, OrderStatus
+from coordinator.store.store import Entry, Store
+from fedge.data.task import TaskSpec
+from fedge.errors import ProtocolError, TransportError
+from fedge.identity.names import Role
+from fedge.steps.contract import Action, Refusal, Unsupported, installed_steps, read_action
+from fedge.system.files import BlobFolder
+from fedge.tensors.layout import Layout
+from fedge.wire.connection.broker import BrokerSettings, Inbound
+from fedge.wire.messages import Ack, BlobRef, Order, Report, decode, encode
+from fedge.wire.topics import INTAKES
+
+log = logging.getLogger("fedge.coordinator")
+ACK_S: Final = 3600
+"""How long the broker keeps a verdict for a device that is away."""
+MAX_UNDER_WAY: Final = 16_384
+"""Most reports under check and messages waiting for the broker. Further ones are dropped; their senders repeat them."""
+MAX_REPORTS: Final = 16
+"""Reports of one device under way: an agent holds no more orders."""
+CHECK_LOST: Final = (
+    "the broker took earlier copies of this report and gave them to none of our processes: look in its log for limits "
+    "that it reached, and at what else is subscribed to the federation's topics"
+)
+MAX_HEARD: Final = 16_384
+"""Latest reports of which we remember that a copy came: what we ourselves did not take is no loss of the broker's."""
+LOST: Final = 3
+"""A report that comes for the first time after the broker took it so often before: some of its copies were lost."""
+QUIET_S: Final = 60.0
+"""A process that was connected for less time may have missed them itself."""
+Key = tuple[str, str]
+"""Device and order."""
+
+
+@dataclasses.dataclass(slots=True)
+class Judging:
+    """The report for an order that is being looked at. `fetching`: the task, while its uploads are fetched.
+
+    `copies`: of the same report, which have come since; they say nothing new while its uploads are fetched.
+    """
+
+    report: Report
+    fetching: asyncio.Task[None] | None = None
+    copies: int = 0
+
+
+class Intake(Process):
+    """Fetches, checks, accepts and acknowledges reports.
+
+    Args:
+        broker: how to reach the broker.
+        store: of the federation.
+        home: exclusive folder of this process, on the same disk as the blob folder.
+        federation: its name.
+        task: what is learned.
+        layout: of the model.
+        steps: of the method, in addition to the installed ones.
+        role: as of `Process`.
+    """
+
+    def __init__(
+        self,
+        broker: BrokerSettings,
+        store: Store,
+        home: Path,
+        *,
+        federation: str,
+        task: TaskSpec,
+        layout: Layout,
+        steps: Iterable[type[Action]] = (),
+        role: Role = Role.INTAKE,
+    ) -> None:
+        super().__init__(broker, store, federation, home, role)
+        self.task, self._layout = task, layout
+        self._steps = {**installed_steps(), **{kind.STEP: kind for kind in steps}}
+        received = store.blobs.received() if role is Role.COORDINATOR else BlobFolder(home / "received")
+        seal = lambda topic, payload: self._seal(topic, payload, topic.rpartition("/")[2])  # noqa: E731
+        self._uploads = Uploads(self._transport, received, store.blobs, self._topics, layout, seal)
+        self._taking: dict[Key, asyncio.Task[None]] = {}  # the last report under way for each order
+        self._n_taking: Counter[str] = Counter()  # reports under way, of each device
+        self._n_all = 0  # of all devices
+        self._judging: dict[Key, Judging] = {}
+        self._copies: dict[Key, None] = {}  # reports of which a copy came, the latest last
+        self._brought: dict[Key, frozenset[BlobRef]] = {}  # their uploads
+
+    async def serve(self) -> None:
+        """Work until cancelled.
+
+        Raises:
+            StoreError: the store cannot be written; nothing accepted is lost.
+            TransportError: the broker refused us for good.
+        """
+        await self._listen()
+        with contextlib.closing(self._uploads):
+            await self._until_failure()
+
+    async def _listen(self) -> None:
+        reports = self._topics.shared(INTAKES, self._secret, self._topics.agent("+", "reports"))
+        await self._transport.subscribe(reports, self._guard(self._on_report))
+
+    def _on_report(self, device: str, inbound: Inbound) -> None:
+        report = decode(inbound.payload, Report)
+        if report.device_id != device:
+            raise ProtocolError("foreign-id", f"{device} speaks for {report.device_id}")
+        key = device, report.order_id
+        if self._hear(key):
+            report = msgspec.structs.replace(report, again=0)
+        judging = self._judging.get(key)
+        if judging is not None and judging.report == msgspec.structs.replace(report, again=0):
+            judging.copies += 1
+            return
+        if self._n_all >= MAX_UNDER_WAY or self._n_taking[device] >= MAX_REPORTS:
+            return
+        self._n_all += 1
+        self._n_taking[device] += 1
+        work = self._receive_after(self._taking.get(key), report, inbound.topic)
+        self._taking[key] = task = self._background.spawn(work)
+        task.add_done_callback(lambda task: self._taken(key, task))
+
+    def _hear(self, key: Key) -> bool:
+        """Remember that a copy of a report came; whether one had come before."""
+        before = key in self._copies
+        self._copies[key] = None
+        if len(self._copies) > MAX_HEARD:
+            del self._copies[next(iter(self._copies))]
+        return before
+
+    def _taken(self, key: Key, task: asyncio.Task[None]) -> None:
+        if self._taking[key] is task:
+            del self._taking[key]
+        self._n_all -= 1
+        self._n_taking[key[0]] -= 1
+        if not self._n_taking[key[0]]:
+            del self._n_taking[key[0]]
+
+    async def _receive_after(self, before: asyncio.Task[None] | None, report: Report, topic: str) -> None:
+        """Let the report before it for the same order have its verdict first: that decides what is said to this one."""
+        if before is not None:
+            await asyncio.wait([before])
+        key = report.device_id, report.order_id
+        self._judging[key] = judging = Judging(msgspec.structs.replace(report, again=0))
+        why = ProtocolError("replayed-report", f"{report.order_id} has its verdict")
+        try:
+            await self._receive(report, judging)
+        except ProtocolError as error:
+            why = error
+            self._refuse(error, report.device_id, topic)
+        finally:
+            del self._judging[key]
+        for _ in range(judging.copies):
+            self._refuse(why, report.device_id, topic)
+
+    async def _receive(self, report: Report, judging: Judging) -> None:
+        """Close the report's order, unless it is closed, and tell the device what the store says.
+
+        Raises:
+            ProtocolError: as `_stored`.
+        """
+        try:
+            order = self._order(report) or await self._stored(report)
+            action = read_action(order, self._steps)
+            if isinstance(action, Unsupported):
+                log.error("event=unknown_step order=%s reason=%r", order.id, action.reason)
+                judging.copies = 0
+                return
+            self._look_for_losses(report)
+            report = msgspec.structs.replace(report, again=0)
+            judging.fetching = asyncio.current_task()
+            error = await self._examine(order, action, report)
+            judging.fetching, judging.copies = None, 0
+            entry = Entry(order=order, status=OrderStatus.ACCEPTED, report=report)
+            if error is not None:
+                for ref in self._brought.get((order.device_id, order.id), ()):
+                    self._uploads.norms.pop(ref, None)
+                entry = Entry(order=order, status=OrderStatus.REJECTED, reason=error)
+            await self._close(entry)
+        finally:
+            self._brought.pop((report.device_id, report.order_id), None)
+
+    def _order(self, _report: Report) -> Order | None:
+        """The order of a report, if this process knows it as open; None: the store decides.
+
+        Raises:
+            ProtocolError: `foreign-id`.
+        """
+        return None
+
+    async def _stored(self, report: Report) -> Order:
+        """The order of a report, if it is open. Otherwise the device is told the verdict.
+
+        Raises:
+            ProtocolError: `unknown-order`, `foreign-id` or `replayed-report`.
+        """
+        entry = await asyncio.to_thread(self._store.entry, report.order_id)
+        if entry is None:
+            await self._acknowledge(report.order_id, report.device_id, accepted=False, reason="unknown-order")
+            raise ProtocolError("unknown-order", report.order_id)
+        require_own(entry.order, report)
+        if entry.status is OrderStatus.EXPIRED:
+            self._look_for_losses(report)
+        if entry.status is not OrderStatus.OPEN:
+            await self._tell(entry)
+            raise ProtocolError("replayed-report", f"{report.order_id} is {entry.status}")
+        return entry.order
+
+    def _look_for_losses(self, report: Report) -> None:
+        """Notice that earlier copies of a report have not come to us nor, by the store, to another intake."""
+        if report.again >= LOST and time.monotonic() - self._connected_at > QUIET_S:
+            self._lost(report)
+
+    def _lost(self, report: Report) -> None:
+        """Say that messages get lost on their way to us."""
+        if (untold := self._lines.untold("reports_lost", time.monotonic())) is not None:
+            text = "event=reports_lost device=%s order=%s copies=%d check=%r untold=%d"
+            log.error(text, report.device_id, report.order_id, report.again, CHECK_LOST, untold)
+
+    async def _close(self, entry: Entry) -> None:
+        """Close an order in the store and send the device the stored verdict: another process may have been first."""
+        order, now = entry.order, time.time()
+        if entry.report is not None:
+            ours = self._store.accept(entry.report, now)
+        elif entry.status is OrderStatus.REJECTED:
+            ours = self._store.reject(order.id, entry.reason, now)
+        else:
+            ours = self._store.expire(order.id, now)
+        found: Entry | None = entry
+        if not await asyncio.wrap_future(ours):
+            found = await asyncio.to_thread(self._store.entry, order.id)
+        if found is None:  # deleted with its round
+            await self._acknowledge(order.id, order.device_id, accepted=False, reason="unknown-order")
+            return
+        self._closed(found)
+        if entry.status is not OrderStatus.EXPIRED:
+            await self._tell(found)
+
+    def _closed(self, _entry: Entry) -> None:
+        """Note that an order is closed."""
+        self._uploads.norms.clear()  # the dispatcher measures them again
+
+    async def _examine(self, order: Order, action: Action, report: Report) -> str | None:
+        """Fetch and check a report's uploads; returns why they are not acceptable, or None."""
+        try:
+            result = answer_to(order, action, report, self.task, self._signed)
+            if not isinstance(result, Refusal):
+                uploads = action.uploads(result, self._layout)
+                self._brought[order.device_id, order.id] = frozenset(uploads)
+                for ref, layout in uploads.items():
+                    await self._uploads.fetch(ref, order.device_id, layout, wanted=lambda: self._is_open(order.id))
+        except ProtocolError as refusal:
+            self._refuse(refusal, order.device_id, self._topics.agent(order.device_id, "reports"))
+            if refusal.name not in NO_EVIDENCE:
+                await self._accuse(order.device_id, order.round, refusal.name, str(refusal))
+            return str(refusal)
+        except TransportError as refusal:
+            return f"the broker does not let us fetch it: {refusal}"
+        if not self._admits(order.device_id):
+            return f"revoked: {order.device_id} does not belong to the federation any more"
+        return None
+
+    def _is_open(self, order_id: str) -> bool:
+        entry = self._store.entry(order_id)
+        return entry is not None and entry.status is OrderStatus.OPEN
+
+    def _give_up(self, order: Order) -> None:
+        """Stop fetching the uploads of an order that is closed."""
+        judging = self._judging.get((order.device_id, order.id))
+        if judging is not None and judging.fetching is not None:
+            judging.fetching.cancel()
+
+    async def _accuse(self, device_id: str, number: int, name: str, detail: str) -> bool:
+        """Store evidence against a device, which counts from the next round on; False: that round already has it."""
+        offence = Offence(device_id=device_id, round=number, name=name, detail=detail)
+        return await asyncio.wrap_future(self._store.accuse(offence))
+
+    async def _tell(self, entry: Entry) -> None:
+        """Send the verdict on a report."""
+        accepted = entry.status is OrderStatus.ACCEPTED
+        await self._acknowledge(entry.order.id, entry.order.device_id, accepted=accepted, reason=entry.reason)
+
+    async def _acknowledge(self, order_id: str, device_id: str, *, accepted: bool, reason: str) -> None:
+        ack = Ack(order_id=order_id, device_id=device_id, accepted=accepted, reason=reason[:1000])
+        topic = self._topics.agent(device_id, "acks")
+        await self._publish(topic, self._seal(topic, encode(ack), device_id), expires_in_s=ACK_S)
+
+    async def _publish(self, topic: str, payload: bytes, **how: Any) -> None:
+        try:
+            await self._transport.publish(topic, payload, **how)
+        except TransportError as error:  # only this topic is affected; what matters is repeated
+            log.error("event=publish_refused topic=%s reason=%r", topic, str(error))  # noqa: TRY400 - the text is all
+
+
+def require_own(order: Order, report: Report) -> None:
+    """Refuse another device's report.
+
+    Raises:
+        ProtocolError: `foreign-id`.
+    """
+    if order.device_id != report.device_id:
+        raise ProtocolError("foreign-id", f"{report.device_id} reports an order of {order.device_id}")
