@@ -195,7 +195,7 @@ def averaged(models: Iterable[Model], sizes: Sequence[float], layout: Layout) ->
         ValueError: the sizes sum to 0, or a model does not fit.
 
     Example:
-        >>> from fedge.tensors import TensorInfo
+        >>> from fedge.tensors.layout import TensorInfo
         >>> layout = Layout(tensors=(TensorInfo(name="w", shape=(2,)),))
         >>> models = [Model(np.float32([1, 2]), np.zeros(0, np.float32), np.zeros(0, np.int64)),
         ...           Model(np.float32([3, 6]), np.zeros(0, np.float32), np.zeros(0, np.int64))]

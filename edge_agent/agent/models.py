@@ -18,7 +18,7 @@ from fedge.steps.contract import Action, Steps, read_action
 from fedge.system.files import BlobFolder, volatile
 from fedge.wire.messages import BlobRef, Order, blobs_of, shared_bases, way_to
 from fedge.wire.topics import Topics
-from fedge.wire.transfer import Receiver
+from fedge.wire.transfer.receiver import Receiver
 
 FETCH_PATIENCE_S: Final = 120.0
 """An order whose models do not arrive, although the broker is there, fails after this time and makes way for the next:

@@ -98,7 +98,7 @@ for folder, engine, name in [("", "fused", ""), *(("engines/", e, f"{e}_") for e
 END
         test="-m pytest --rootdir=. -c pyproject.toml -o pythonpath= -o timeout=900 -m torch_free"
         /opt/deploy/bin/python $test
-        /opt/serve/bin/python $test tests/deploy/test_serv*.py'
+        /opt/serve/bin/python $test tests/deploy/commands/test_serve.py tests/deploy/serving'
 }
 
 for needed in debootstrap qemu-aarch64-static dpkg-deb unshare; do

@@ -14,7 +14,7 @@ from fedge.membership.signed_messages import Plain, Signed, unsealed
 from fedge.wire.connection.broker import Inbound
 from fedge.wire.messages import Ack, Order, Presence, Status, Want, decode
 from fedge.wire.topics import Topics
-from fedge.wire.transfer import Sender
+from fedge.wire.transfer.sender import Sender
 from fedge.wire.transport import Transport
 
 

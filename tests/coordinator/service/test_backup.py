@@ -180,7 +180,7 @@ def test_the_name_in_a_backup_becomes_no_other_sql(home: Path, tmp_path: Path) -
 HOLD = """
 import sys, time
 from pathlib import Path
-from coordinator.store import undeleted
+from coordinator.store.store import undeleted
 with undeleted(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)

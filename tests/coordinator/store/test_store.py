@@ -250,7 +250,7 @@ def test_of_two_processes_that_race_for_an_order_one_wins(store: Store, opened: 
 DIES = """
 import json, os, signal, sys
 from pathlib import Path
-from coordinator.store import Store
+from coordinator.store.store import Store
 from tests.coordinator.store.test_store import order, report
 home, url, federation, statement = json.loads(sys.argv[1])
 store = Store(Path(home), url, federation=federation)
@@ -371,7 +371,7 @@ def alone(home: Path, copy: Path) -> Store:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from coordinator.store import Store
+from coordinator.store.store import Store
 store = Store(Path(sys.argv[1]))
 store.keep("at", "the end")
 os.kill(os.getpid(), signal.SIGKILL)

@@ -227,7 +227,7 @@ DIES = """
     from pathlib import Path
     import edge_agent.agent.outbox
     from edge_agent.agent.outbox import Outbox
-    from fedge.tensors import digest_of
+    from fedge.system.files import digest_of
     from tests.edge_agent.agent.test_outbox import ack, order, report
 
     edge_agent.agent.outbox.uptime_s = lambda: 1000.0

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 from fedge.errors import ConfigError
-from fedge.tensors import Model
+from fedge.tensors.layout import Model
 
 def doubled(x: NDArray[np.float32], here: Path, times: int) -> tuple[Model, NDArray[np.float64]]:
     print("hello")

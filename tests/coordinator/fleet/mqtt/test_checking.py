@@ -125,7 +125,7 @@ def test_processes_end_with_one_that_is_killed(tmp_path: Path) -> None:
     program = f"""
 import asyncio, sys
 from pathlib import Path
-from coordinator.fleet import checking
+from coordinator.fleet.mqtt import checking
 from fedge.tensors.codecs import Codec
 from tests.support.device import LAYOUT
 checking.SMALL = 0
