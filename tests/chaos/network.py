@@ -6,7 +6,7 @@ import asyncio
 from typing import Final
 
 from fedge.wire.streams import connection
-from tests.support.tcp import TcpServer
+from tests.deploy.tcp import TcpServer
 
 PIECE: Final = 16 * 1024
 

@@ -16,7 +16,7 @@ from fedge.commands.broker import LocalBroker, free_port, mosquitto_config, mosq
 from fedge.system import child
 from fedge.wire.connection.broker import BrokerSettings, Inbound, Will
 from fedge.wire.transport import Transport
-from tests.support.tcp import TcpServer
+from tests.deploy.tcp import TcpServer
 from tests.support.waiting import WAIT_S
 
 BROKERS = [

@@ -8,7 +8,7 @@ import socket
 from contextlib import AsyncExitStack
 
 from fedge.wire.streams import connection
-from tests.support.tcp import TcpServer
+from tests.deploy.tcp import TcpServer
 
 Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 

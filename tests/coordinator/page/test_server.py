@@ -27,8 +27,8 @@ from fedge.errors import TransportError
 from fedge.system.logs import LINES_PER_MINUTE
 from fedge.wire.port import _Phase
 from fedge.wire.streams import connection
+from tests.deploy.tcp import connections
 from tests.support.shop import EVIL, NOW, make_shop
-from tests.support.tcp import connections
 from tests.support.waiting import until
 
 TOKEN = "0123456789abcdef"

@@ -41,10 +41,10 @@ from fedge.tasks import task_spec
 from fedge.wire.messages import BlobRef, Presence, Status, Why, encode
 from fedge.wire.topics import Topics
 from fedge.wire.transport import Transport
+from tests.deploy.tcp import TcpServer
 from tests.support.broker import settings as broker_settings
 from tests.support.device import IN_0_1, LAYOUT, TASK, RawDevice
 from tests.support.identities import Authority, OpenBroker
-from tests.support.tcp import TcpServer
 
 WAIT_S = 300.0
 

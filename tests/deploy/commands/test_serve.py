@@ -16,11 +16,11 @@ from deploy.commands.serve import INTERRUPTED, ServeSettings, serve
 from deploy.updates.slots import Slots, owned
 from fedge.errors import ConfigError, TransportError, UpdateRejected
 from fedge.settings import describe
-from tests.support.tcp import TcpServer
 
 from ..bundles import GOLDEN, broken_gate, other_gate, source, variant
 from ..serve_process import PATIENCE, X, ask, process
 from ..served import body
+from ..tcp import TcpServer
 
 pytestmark = pytest.mark.torch_free
 

@@ -25,10 +25,10 @@ from deploy.updates.slots import Slots
 from fedge.errors import TransportError
 from fedge.wire.port import MAX_CONNECTIONS, SILENT_S, _Phase
 from fedge.wire.streams import connection
-from tests.support.tcp import connections
 
 from ..bundles import GOLDEN, digest, other_gate, source, variant
 from ..served import binary, body, golden, served
+from ..tcp import connections
 
 pytestmark = pytest.mark.torch_free
 

@@ -20,10 +20,10 @@ from fedge.membership.renewal import Renewal
 from fedge.wire.connection.broker import BrokerSettings, Inbound
 from fedge.wire.topics import Topics
 from fedge.wire.transport import Transport
+from tests.deploy.tcp import TcpServer
 from tests.support.broker import transport as over
 from tests.support.federation import NAME
 from tests.support.identities import Authority, TlsBroker
-from tests.support.tcp import TcpServer
 from tests.support.waiting import until
 
 TOPICS = Topics(NAME)

@@ -16,7 +16,7 @@ from fedge.errors import TransportError
 from fedge.system.logs import LINES_PER_MINUTE
 from fedge.wire.port import MAX_CONNECTIONS, MAX_HEALTH_CONNECTIONS, SILENT_S, TOO_MANY, Port
 from fedge.wire.streams import connection
-from tests.support.tcp import connections
+from tests.deploy.tcp import connections
 from tests.support.waiting import until
 
 trustme = pytest.importorskip("trustme")

@@ -8,8 +8,8 @@ from contextlib import suppress
 import pytest
 
 from fedge.wire.streams import connection
+from tests.deploy.tcp import TcpServer, connections
 from tests.support.proxies import ProxyServer
-from tests.support.tcp import TcpServer, connections
 from tests.support.waiting import until
 
 WAIT_S = 20

@@ -9,8 +9,8 @@ import pytest
 from fedge.errors import ProtocolError, StoreError, TooLargeError, TransportError
 from fedge.wire.connection.broker import Inbound, Will
 from fedge.wire.connection.window import OUT_WINDOW
+from tests.deploy.tcp import TcpServer, answering, read_packet
 from tests.support.broker import Inbox, ask, transport
-from tests.support.tcp import TcpServer, answering, read_packet
 from tests.support.waiting import WAIT_S, until
 
 # --------------------------------------------------------------------------------------------- both brokers

@@ -10,8 +10,8 @@ import threading
 from fedge.wire.connection.broker import BrokerSettings
 from fedge.wire.connection.refusals import NO_ANSWER
 from fedge.wire.transport import Transport
+from tests.deploy.tcp import TcpServer, answering, read_packet
 from tests.support.broker import Inbox, transport
-from tests.support.tcp import TcpServer, answering, read_packet
 from tests.support.waiting import WAIT_S, until
 
 

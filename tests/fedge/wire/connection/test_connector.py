@@ -14,8 +14,8 @@ from fedge.wire.connection.broker import BrokerSettings, Will
 from fedge.wire.connection.connector import BACKOFF_CAP_S, SLOW_AFTER, backoff_s
 from fedge.wire.connection.refusals import CHECK_PLAIN
 from fedge.wire.transport import Transport
+from tests.deploy.tcp import TcpServer, answering
 from tests.support.broker import OwnBroker, open_broker, transport
-from tests.support.tcp import TcpServer, answering
 from tests.support.waiting import WAIT_S, until
 
 

@@ -10,8 +10,8 @@ import pytest
 from fedge.errors import TooLargeError, TransportError
 from fedge.wire.connection.packet_limits import LEAST_PACKET, chunk_bytes_for
 from fedge.wire.transport import Transport
+from tests.deploy.tcp import TcpServer, read_packet
 from tests.support.broker import open_broker, transport
-from tests.support.tcp import TcpServer, read_packet
 from tests.support.waiting import WAIT_S, until
 
 

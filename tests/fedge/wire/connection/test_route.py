@@ -21,8 +21,8 @@ from fedge.wire.connection.route import (
     parse_address,
     parse_proxy,
 )
+from tests.deploy.tcp import TcpServer
 from tests.support.proxies import ProxyServer
-from tests.support.tcp import TcpServer
 from tests.support.waiting import WAIT_S
 
 
