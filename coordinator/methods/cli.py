@@ -23,7 +23,7 @@ from fedge.system.text import Heading, printable
 @option(
     "--parts",
     is_flag=True,
-    heading=Heading.GENERAL,
+    heading=Heading.OUTPUT,
     help="The selections and clusterings are listed instead, which the options of these names take.",
 )
 def methods(*, as_json: bool, parts: bool) -> None:

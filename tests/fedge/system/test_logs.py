@@ -116,7 +116,7 @@ logging.getLogger("other").warning("event=loud")
 
 
 def names_in_the_code() -> set[str]:
-    """Of templates that are logged, of what is told by `_say`, and of events that a coordinator logs."""
+    """Of templates that are logged, of what is told by `say`, and of events that a coordinator logs."""
     found: set[str] = set()
     for package in ("fedge", "edge_agent", "coordinator", "deploy", "export"):
         for path in (ROOT / package).rglob("*.py"):
@@ -124,7 +124,7 @@ def names_in_the_code() -> set[str]:
                 if isinstance(node, ast.Constant) and str(node.value).startswith("event="):
                     found |= fields_of(str(node.value)).keys()
                 if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                    if node.func.attr == "_say":
+                    if node.func.attr == "say":
                         found |= {word.arg for word in node.keywords if word.arg is not None}
                     if node.func.attr == "_observe" and isinstance(node.args[-1], ast.Dict):
                         keys = node.args[-1].keys
