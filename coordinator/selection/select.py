@@ -177,7 +177,7 @@ def _candidates(
         return np.array([getattr(own[i], name) for i in ids], np.float64)  # None becomes NaN
 
     def mean(name: str) -> NDArray[np.float64]:
-        return np.array([np.mean([getattr(p, name) for p in each]) if each else np.nan for each in past], np.float64)
+        return np.array([sum(getattr(p, name) for p in each) / len(each) if each else np.nan for each in past])
 
     return Candidates(
         ids=tuple(ids),
@@ -195,15 +195,20 @@ def _candidates(
 # --------------------------------------------------------------------------------- ours, as entry points name them
 
 
+def _positions(devices: Candidates, chosen: Sequence[str]) -> list[int]:
+    place = {i: position for position, i in enumerate(devices.ids)}
+    return [place[i] for i in chosen]
+
+
 def by_lot(devices: Candidates, n: int, rng: np.random.Generator) -> list[int]:
     """Devices are drawn uniformly."""
-    return [devices.ids.index(i) for i in uniform(devices.ids, n, rng)]
+    return _positions(devices, uniform(devices.ids, n, rng))
 
 
 def by_time(devices: Candidates, n: int, rng: np.random.Generator) -> list[int]:  # noqa: ARG001 - nothing is drawn
     """Those with the shortest rounds are chosen."""
     seconds = dict(zip(devices.ids, devices.seconds.tolist(), strict=True))
-    return [devices.ids.index(i) for i in fastest(devices.ids, n, seconds, {})]
+    return _positions(devices, fastest(devices.ids, n, seconds, {}))
 
 
 class Stratified(Rule, frozen=True):
