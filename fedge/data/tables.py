@@ -143,9 +143,8 @@ class _Reader:
             if word not in known and word.lower() in NO_VALUE:
                 word = "" if missing is None else str(missing)
             if word not in known:
-                hint = nearest(word, known) if word else ""
-                told = printable(word)[:100] if word else "missing"
-                raise self._fault(i, name, f"is {told}{hint}: expected {', '.join([*known][:20])}")
+                fault = "is not one of" if word else "is missing: expected"
+                raise self._fault(i, name, f"{fault} {', '.join([*known][:20])}")
             found[i] = known[word]
         return found
 
@@ -162,13 +161,14 @@ class _Reader:
         except ValueError:
             value = np.inf
         if not abs(value) <= LARGEST:
-            raise self._fault(i, column.name, f"is not a number: {printable(word)[:100]}")
+            raise self._fault(i, column.name, "is not a number")
         if not _fits(column, value):
-            what = f"is {value:g}, too large to compute with once it is scaled: empty the cell if it is missing"
+            what = "is too large to compute with once it is scaled: empty the cell if it is missing"
             raise self._fault(i, column.name, what)
         return value
 
     def _fault(self, i: int, name: str, what: str) -> ConfigError:
+        """An error that names the cell and not its value: the sentence gets into logs, which people send to others."""
         return ConfigError(f"{self._file}, row {self._first + i}: {name} {what}")
 
 
@@ -206,8 +206,7 @@ def _whole(row: list[str], header: list[str], where: str) -> list[str]:
     if not row:
         raise ConfigError(f"{where} is blank: delete it")
     if len(row) != len(header):
-        told = printable(str(row))[:100]
-        raise ConfigError(f"{where}: the row has {len(row)} cells, the header {len(header)}: {told}")
+        raise ConfigError(f"{where}: the row has {len(row)} cells, the header {len(header)}")
     return row
 
 

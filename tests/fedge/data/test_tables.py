@@ -102,7 +102,7 @@ def test_an_offset_costs_nothing_and_what_no_network_can_see_is_refused(tmp_path
     found = tables.read(schema, written(tmp_path, "a,b,c,s\n101349.013,x,0.1,1\n101348.99,y,7,0\n"))
     np.testing.assert_allclose(apply(task, found["x"]), [[1.3, 1, 0, 0.1], [-1, 0, 1, 7]], atol=1e-5)
     for cell, says in (
-        ("3e38", "row 2: a is 3e\\+38, too large to compute with once it is sc"),
+        ("3e38", "row 2: a is too large to compute with once it is sc"),
         ("1e39", "row 2: a is not a num"),
     ):
         with pytest.raises(ConfigError, match=says):
@@ -144,16 +144,16 @@ def test_a_schema_travels_in_the_task_and_other_tasks_keep_their_fingerprints(tm
 @pytest.mark.parametrize(
     ("old", "new", "told"),
     [
-        ("12,gas", "twelve,gas", "row 1: load is not a number: twelve"),
-        ("12,gas", "inf,gas", "row 1: load is not a number: inf"),
-        ("12,gas", "1e39,gas", "row 1: load is not a number"),
-        ("12,gas", "12,gaz", r"row 1: fuel is gaz \(did you mean gas\?\): expected gas, oil"),
+        ("12,gas", "twelve,gas", "row 1: load is not a number$"),
+        ("12,gas", "inf,gas", "row 1: load is not a number$"),
+        ("12,gas", "1e39,gas", "row 1: load is not a number$"),
+        ("12,gas", "12,gaz", "row 1: fuel is not one of gas, oil$"),
         ("12,gas", "12,", "row 1: fuel is missing: expected gas, oil"),
         (",bad,0,ann", ",,0,ann", "row 3: state is missing: expected good, bad"),
         (",bad,0,ann", ",bad,,ann", "row 3: private is missing: expected 0, 1"),
         ("private,", "privat,", r"lacks private \(did you mean privat\?\); has privat, which"),
         ("note,", "load,", "has load twice"),
-        ("x,12", "12", "line 2: the row has 5 cells, the header 6"),
+        ("x,12", "12", "line 2: the row has 5 cells, the header 6$"),
         ("ann\n", "ann\n\n", "line 3 is blank: delete it"),
         ("a, b", 'a"b', "not a table with commas"),
         ("good", "\udcff", "not a table with commas"),
