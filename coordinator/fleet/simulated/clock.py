@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import math
 from statistics import NormalDist
-from typing import Final
+from typing import Final, NamedTuple
 
 from coordinator.fleet.simulated.devices import Hardware
 
@@ -22,50 +22,47 @@ that Linpack reaches on it, for batches are small (assumed)."""
 _NORMAL: Final = NormalDist()
 
 
-def seconds(
-    hardware: Hardware,
-    *,
-    work: float,
-    bytes_down: int,
-    bytes_up: int,
-    seed: int,
-    round_number: int,
-    label: str,
-    device: str,
-) -> float:
+class Occasion(NamedTuple):
+    """What random numbers depend on: an order, or a round with an empty label."""
+
+    seed: int
+    round: int
+    label: str
+    device: str
+
+    def uniform(self, purpose: str) -> float:
+        """A number in [0, 1)."""
+        digest = hashlib.sha256(f"{self.seed}.{self.round}.{self.label}.{self.device}.{purpose}".encode()).digest()
+        return (int.from_bytes(digest[:8]) >> 11) / 2**53
+
+    def normal(self, purpose: str) -> float:
+        """A number of the standard normal distribution."""
+        return _NORMAL.inv_cdf(max(self.uniform(purpose), 2**-54))
+
+
+def seconds(hardware: Hardware, order: Occasion, *, work: float, bytes_down: int, bytes_up: int) -> float:
     """Time from sending an order to receiving its answer.
 
     work: floating-point operations. bytes_down, bytes_up: of the order's models and the answer's tensors.
     """
     moving = 8e-6 * (bytes_down / hardware.down_mbit_s + bytes_up / hardware.up_mbit_s)
-    where = (seed, round_number, label, device)
-    return hardware.latency_s + moving + work / (hardware.speed * FLOPS) * noise(hardware, *where)
+    return hardware.latency_s + moving + work / (hardware.speed * FLOPS) * noise(hardware, order)
 
 
-def noise(hardware: Hardware, seed: int, round_number: int, label: str, device: str) -> float:
+def noise(hardware: Hardware, order: Occasion) -> float:
     """Factor of the computing time: log-normal, for stragglers with a long tail."""
-    factor = math.exp(hardware.jitter * _normal(seed, round_number, label, device, "jitter"))
-    if _uniform(seed, round_number, label, device, "straggles") < hardware.straggles:
-        factor *= math.exp(abs(_normal(seed, round_number, label, device, "tail")))
+    factor = math.exp(hardware.jitter * order.normal("jitter"))
+    if order.uniform("straggles") < hardware.straggles:
+        factor *= math.exp(abs(order.normal("tail")))
     return factor
 
 
-def dropped(hardware: Hardware, *, seed: int, round_number: int, label: str, device: str) -> bool:
+def dropped(hardware: Hardware, order: Occasion) -> bool:
     """Whether the order is never answered."""
-    return bool(hardware.drops) and _uniform(seed, round_number, label, device, "drops") < hardware.drops
+    return bool(hardware.drops) and order.uniform("drops") < hardware.drops
 
 
-def there(hardware: Hardware, before: bool | None, *, seed: int, round_number: int, device: str) -> bool:
+def there(hardware: Hardware, before: bool | None, round_: Occasion) -> bool:
     """Whether a device is present in a round. `before`: whether it was in the round before; None: the first one."""
     chance = hardware.availability if before is None else hardware.stays if before else hardware.returns
-    return chance >= 1 or _uniform(seed, round_number, "", device, "there") < chance
-
-
-def _uniform(seed: int, round_number: int, label: str, device: str, purpose: str) -> float:
-    """In [0, 1)."""
-    digest = hashlib.sha256(f"{seed}.{round_number}.{label}.{device}.{purpose}".encode()).digest()
-    return (int.from_bytes(digest[:8]) >> 11) / 2**53
-
-
-def _normal(seed: int, round_number: int, label: str, device: str, purpose: str) -> float:
-    return _NORMAL.inv_cdf(max(_uniform(seed, round_number, label, device, purpose), 2**-54))
+    return chance >= 1 or round_.uniform("there") < chance

@@ -270,7 +270,7 @@ class SimulatedFleet(Fleet):
             self._there, self._there_in = {}, -1
         for number in range(self._there_in + 1, self.round + 1):
             self._there = {
-                i: clock.there(own, self._there.get(i), seed=self._seed, round_number=number, device=i)
+                i: clock.there(own, self._there.get(i), clock.Occasion(self._seed, number, "", i))
                 for i, own in self._hardware.items()
             }
         self._there_in = self.round
@@ -404,8 +404,7 @@ class SimulatedFleet(Fleet):
         return batched.Job(self.workers[asked.order.device_id], asked.order, asked.action, self._here)
 
     def _drops(self, label: str, device_id: str) -> bool:
-        own = self._hardware[device_id]
-        return clock.dropped(own, seed=self._seed, round_number=self.round, label=label, device=device_id)
+        return clock.dropped(self._hardware[device_id], clock.Occasion(self._seed, self.round, label, device_id))
 
     def _answer(self, asked: _Asked, finished: Finished, deadline_s: float | None) -> Answer:
         """The answer as received, or none if it is late; what a late device sent is discarded."""
@@ -457,16 +456,8 @@ class SimulatedFleet(Fleet):
         if action.TRAINS:
             own, network = self._about(order.device_id), shared_network(self.task, self._fingerprint)
             work = action.passes(own.n_shared, own.n_train, own.n_val) * flops(network)
-        return clock.seconds(
-            self._hardware[order.device_id],
-            work=work,
-            bytes_down=bytes_down,
-            bytes_up=bytes_up,
-            seed=self._seed,
-            round_number=order.round,
-            label=order.label,
-            device=order.device_id,
-        )
+        hardware, when = self._hardware[order.device_id], (self._seed, order.round, order.label, order.device_id)
+        return clock.seconds(hardware, clock.Occasion(*when), work=work, bytes_down=bytes_down, bytes_up=bytes_up)
 
     def put(self, tensors: Mapping[str, NDArray[np.generic]], codec_: Codec = Codec.FLOAT32) -> BlobRef:
         """Keep tensors in memory."""

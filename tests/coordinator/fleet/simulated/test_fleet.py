@@ -197,7 +197,7 @@ async def test_a_step_lasts_as_long_as_its_slowest_answer(tmp_path) -> None:
     expected = (
         0.1
         + 8e-6 * (first.size_bytes / 2 + d00.result.update.size_bytes)
-        + work / (0.5 * clock.FLOPS) * clock.noise(Hardware(jitter=0.5), 3, 0, "train", "d00")
+        + work / (0.5 * clock.FLOPS) * clock.noise(Hardware(jitter=0.5), clock.Occasion(3, 0, "train", "d00"))
     )
     assert d00.seconds == pytest.approx(expected)
     before = fleet.seconds
