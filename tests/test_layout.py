@@ -16,6 +16,8 @@ WITHOUT_TESTS_OF_THEIR_OWN = {
     "coordinator/methods/settings.py": "tests/coordinator/simulation/test_settings.py",
     "coordinator/store/requests.py": "tests/coordinator/watch/test_state.py",
     "coordinator/page/cli.py": "tests/coordinator/watch/test_state.py",
+    "coordinator/fleet/mqtt/following.py": "tests/coordinator/fleet/mqtt/test_fleet.py",
+    "coordinator/fleet/mqtt/presence.py": "tests/coordinator/fleet/mqtt/test_fleet.py",
     "coordinator/demo/baselines.py": "tests/coordinator/demo/test_run.py",
     "coordinator/demo/broker.py": "tests/coordinator/demo/test_run.py",
     "coordinator/page/answers.py": "tests/coordinator/page/test_server.py",

@@ -23,6 +23,7 @@ import numpy as np
 
 from coordinator.fleet.fleet import Answer, answering
 from coordinator.fleet.mqtt.fleet import MqttFleet
+from coordinator.fleet.mqtt.intake import Assignment
 from coordinator.fleet.relayed import Relay, Relayed, SiteOrders, Sum, Summed, Told
 from coordinator.fleet.sites import SiteSums, averages
 from coordinator.store.records import Device
@@ -145,18 +146,16 @@ class Site:
         await self._open.aclose()
         home = self._folder / run.id
         store = self._open.enter_context(contextlib.closing(Store(home)))
-        fleet = SiteFleet(
-            self._broker,
-            store,
+        about = Assignment(
             federation=self._federation,
-            run=run.id,
             task=self._task,
             layout=run.layout,
+            run=run.id,
             seed=run.seed,
             deadline_s=1.0,
             no_relays=NO_RELAYS,
-            observe=self._observe,
         )
+        fleet = SiteFleet(self._broker, store, about, self._observe)
         write_atomically(self._folder / "run", msgspec.json.encode(run))
         for other in self._folder.iterdir():
             if other.is_dir() and other != home:

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Final
 
 import click
 
-from coordinator.fleet.mqtt.fleet import outdated
+from coordinator.fleet.mqtt.presence import outdated
 from coordinator.fleet.problems import Problem, reasons_of, told
 from coordinator.methods.options import check, method_options, resolve_options
 from coordinator.page.cli import UiSettings, page

@@ -18,7 +18,7 @@ from typing import Any, Final
 import msgspec
 
 from coordinator.fleet.mqtt.fleet import MqttFleet
-from coordinator.fleet.mqtt.intake import Intake
+from coordinator.fleet.mqtt.intake import Assignment, Intake
 from coordinator.fleet.mqtt.roles import BlobServer, begun, own_folder
 from coordinator.fleet.relayed import STEPS, RelayFleet
 from coordinator.methods.catalogue import method_class
@@ -133,16 +133,18 @@ async def serve(
     fleet = MqttFleet(
         settings.at(settings.broker),
         store,
-        federation=settings.federation,
-        run=store.remember("run", uuid.uuid4().hex[:12]),
-        issue=store.recall(ISSUE) or "",
-        task=task,
-        layout=layout,
-        seed=settings.seed,
-        deadline_s=settings.deadline_s,
-        steps=(*method.steps, *STEPS),
-        no_relays=method.no_relays(),
-        observe=told,
+        Assignment(
+            federation=settings.federation,
+            task=task,
+            layout=layout,
+            steps=(*method.steps, *STEPS),
+            run=store.remember("run", uuid.uuid4().hex[:12]),
+            issue=store.recall(ISSUE) or "",
+            seed=settings.seed,
+            deadline_s=settings.deadline_s,
+            no_relays=method.no_relays(),
+        ),
+        told,
     )
     under_way = set() if method.done(state) else fleet.accepted(state.round + 1)
     store.require({ref.digest for ref in blobs_of(state)} | under_way)
@@ -227,7 +229,8 @@ async def help_out(settings: CoordinatorSettings, task: TaskSpec, store: Store) 
             helper = BlobServer(broker, store, folder, federation=federation)
         else:
             steps = method_class(settings.method).steps
-            helper = Intake(broker, store, folder, federation=federation, task=task, layout=layout, steps=steps)
+            about = Assignment(federation=federation, task=task, layout=layout, steps=steps)
+            helper = Intake(broker, store, folder, about)
         await helper.serve()
 
 

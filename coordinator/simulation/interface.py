@@ -32,12 +32,7 @@ from coordinator.simulation.reports.report import in_a_notebook, of_comparison, 
 from coordinator.simulation.reports.terminal import lines_of
 from coordinator.simulation.reports.words import run_lead
 from coordinator.simulation.run import Watch
-from coordinator.simulation.settings import (
-    CompareSettings,
-    Scenario,
-    SimulationSettings,
-    TuneSettings,
-)
+from coordinator.simulation.settings import CompareSettings, Scenario, SimulationSettings, TuneSettings
 from coordinator.watch import runs
 from coordinator.watch.tracking import tracking
 from edge_agent.learning import batched

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from coordinator.fleet.mqtt.fleet import MAX_STRANGERS
+from coordinator.fleet.mqtt.presence import MAX_STRANGERS
 from fedge.commands.broker import LocalBroker
 from fedge.system.logs import LINES_PER_MINUTE
 from fedge.wire.messages import Presence, Status, encode

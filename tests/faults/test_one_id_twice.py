@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.fleet.mqtt.fleet import TWICE, MqttFleet
+from coordinator.fleet.mqtt.fleet import MqttFleet
+from coordinator.fleet.mqtt.intake import Assignment
+from coordinator.fleet.mqtt.presence import TWICE
 from coordinator.store.store import Store
 from fedge.commands.broker import LocalBroker
 from fedge.wire.messages import Presence
@@ -68,13 +70,8 @@ async def fleet(mosquitto: LocalBroker, tmp_path: Path) -> AsyncIterator[MqttFle
         made = MqttFleet(
             settings(mosquitto),
             store,
-            federation="test",
-            run="r",
-            task=TASK,
-            layout=LAYOUT,
-            seed=3,
-            deadline_s=20.0,
-            observe=lambda event, fields: None,
+            Assignment(federation="test", run="r", task=TASK, layout=LAYOUT, seed=3, deadline_s=20.0),
+            lambda event, fields: None,
         )
         async with made:
             yield made

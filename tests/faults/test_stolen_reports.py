@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.fleet.mqtt.fleet import TWICE
+from coordinator.fleet.mqtt.presence import TWICE
 from edge_agent.agent.identity import Identity
 from edge_agent.agent.loop import Agent
 from fedge.steps.training.train import Trained

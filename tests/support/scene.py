@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from coordinator.fleet.mqtt.fleet import MqttFleet
+from coordinator.fleet.mqtt.intake import Assignment
 from coordinator.store.store import Store
 from edge_agent.agent.carrier import Works
 from edge_agent.agent.identity import Identity
@@ -58,13 +59,8 @@ class Scene:
         fleet = MqttFleet(
             self.broker.settings(self.authority.issue("coordinator", Role.COORDINATOR)),
             self.store,
-            federation="test",
-            run="r",
-            task=TASK,
-            layout=LAYOUT,
-            seed=3,
-            deadline_s=deadline_s,
-            observe=lambda event, fields: None,
+            Assignment(federation="test", run="r", task=TASK, layout=LAYOUT, seed=3, deadline_s=deadline_s),
+            lambda event, fields: None,
         )
         return await self.stack.enter_async_context(fleet)
 

@@ -61,6 +61,29 @@ class Judging:
     copies: int = 0
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """What the devices of a federation work on.
+
+    federation: its name. task: what is learned. layout: of the model. steps: of the method, in addition to the
+    installed ones. run: part of the orders' ids, since devices remember the orders of an earlier coordinator of this
+    name. issue: another part, new after a restore from a backup, so that devices repeat what they did since. seed: all
+    devices' random numbers come from it. deadline_s: minimum time for one step; extended for devices whose earlier
+    reports show that they need more (`coordinator.fleet.mqtt.pace`). no_relays: why relays are not possible; empty:
+    they are.
+    """
+
+    federation: str
+    task: TaskSpec
+    layout: Layout
+    steps: Iterable[type[Action]] = ()
+    run: str = ""
+    issue: str = ""
+    seed: int = 0
+    deadline_s: float = 60.0
+    no_relays: str = ""
+
+
 class Intake(Process):
     """Fetches, checks, accepts and acknowledges reports.
 
@@ -68,31 +91,19 @@ class Intake(Process):
         broker: how to reach the broker.
         store: of the federation.
         home: exclusive folder of this process, on the same disk as the blob folder.
-        federation: its name.
-        task: what is learned.
-        layout: of the model.
-        steps: of the method, in addition to the installed ones.
+        about: what the devices work on.
         role: as of `Process`.
     """
 
     def __init__(
-        self,
-        broker: BrokerSettings,
-        store: Store,
-        home: Path,
-        *,
-        federation: str,
-        task: TaskSpec,
-        layout: Layout,
-        steps: Iterable[type[Action]] = (),
-        role: Role = Role.INTAKE,
+        self, broker: BrokerSettings, store: Store, home: Path, about: Assignment, role: Role = Role.INTAKE
     ) -> None:
-        super().__init__(broker, store, federation, home, role)
-        self.task, self._layout = task, layout
-        self._steps = {**installed_steps(), **{kind.STEP: kind for kind in steps}}
+        super().__init__(broker, store, about.federation, home, role)
+        self.task, self._layout = about.task, about.layout
+        self._steps = {**installed_steps(), **{kind.STEP: kind for kind in about.steps}}
         received = store.blobs.received() if role is Role.COORDINATOR else BlobFolder(home / "received")
         seal = lambda topic, payload: self._seal(topic, payload, topic.rpartition("/")[2])  # noqa: E731
-        self._uploads = Uploads(self._transport, received, store.blobs, self._topics, layout, seal)
+        self._uploads = Uploads(self._transport, received, store.blobs, self._topics, about.layout, seal)
         self._taking: dict[Key, asyncio.Task[None]] = {}  # the last report under way for each order
         self._n_taking: Counter[str] = Counter()  # reports under way, of each device
         self._n_all = 0  # of all devices

@@ -14,6 +14,7 @@ import pytest
 
 from coordinator.fleet.fleet import Answer, Fleet, order_for, require_sendable
 from coordinator.fleet.mqtt.fleet import MqttFleet
+from coordinator.fleet.mqtt.intake import Assignment
 from coordinator.fleet.simulated.devices import Hardware
 from coordinator.fleet.simulated.fleet import SimulatedFleet
 from coordinator.methods.baselines.fedavg import FedAvg
@@ -118,14 +119,8 @@ class Devices:
         fleet = MqttFleet(
             settings(self._broker),
             self.store,
-            federation="f",
-            run="r",
-            task=TASK,
-            layout=LAYOUT,
-            seed=3,
-            deadline_s=deadline_s,
-            steps=steps,
-            observe=lambda event, fields: None,
+            Assignment(federation="f", run="r", task=TASK, layout=LAYOUT, seed=3, deadline_s=deadline_s, steps=steps),
+            lambda event, fields: None,
         )
         await self._fleet.enter_async_context(fleet)
         for i in DEVICES:

@@ -20,6 +20,7 @@ from click.testing import CliRunner
 
 from coordinator.aggregation.protection import Protection
 from coordinator.fleet.mqtt.fleet import MqttFleet
+from coordinator.fleet.mqtt.intake import Assignment
 from coordinator.fleet.problems import Problem
 from coordinator.methods.baselines.fedavg import FedAvgState
 from coordinator.methods.catalogue import make
@@ -75,8 +76,8 @@ async def home(tmp_path: Path) -> Path:
     with contextlib.closing(Store(folder)) as store:
         store.count({"bytes_up": 2_000_000, "refused.malformed": 3})
         fleet = MqttFleet(
-            settings.at(settings.broker), store, federation="f", run="r", task=TASK, layout=LAYOUT, seed=0,
-            deadline_s=1.0, observe=lambda event, fields: None,
+            settings.at(settings.broker), store,
+            Assignment(federation="f", run="r", task=TASK, layout=LAYOUT, deadline_s=1.0), lambda event, fields: None,
         )  # fmt: skip
         fleet.problems = {"cam2": Problem(round=1, reason="declined: hot")}
         write_summary(settings, method, state, store, fleet)

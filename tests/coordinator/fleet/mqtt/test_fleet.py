@@ -19,8 +19,9 @@ import psutil
 import pytest
 
 from coordinator.fleet.fleet import Answer
-from coordinator.fleet.mqtt import fleet as mqtt
+from coordinator.fleet.mqtt import following, presence
 from coordinator.fleet.mqtt.fleet import MqttFleet
+from coordinator.fleet.mqtt.intake import Assignment
 from coordinator.methods.state import State
 from coordinator.service.service import commit
 from coordinator.store.records import OrderStatus
@@ -67,13 +68,8 @@ def make_fleet(
     return MqttFleet(
         settings(broker),
         store,
-        federation="f",
-        run="r",
-        task=TASK,
-        layout=layout,
-        seed=3,
-        deadline_s=deadline_s,
-        observe=lambda event, fields: None,
+        Assignment(federation="f", run="r", task=TASK, layout=layout, seed=3, deadline_s=deadline_s),
+        lambda event, fields: None,
     )
 
 
@@ -190,14 +186,15 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """How far the dispatcher's clock is ahead of ours."""
     clock = SimpleNamespace(ahead_s=0.0)
     ahead = SimpleNamespace(time=time.time, monotonic=lambda: time.monotonic() + clock.ahead_s)
-    monkeypatch.setattr("coordinator.fleet.mqtt.fleet.time", ahead)
+    for module in ("fleet", "following"):
+        monkeypatch.setattr(f"coordinator.fleet.mqtt.{module}.time", ahead)
     return clock
 
 
 @pytest.fixture
 def seldom_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The dispatcher does not look into the store for what others have accepted, unless something makes it."""
-    monkeypatch.setattr(mqtt, "LOOK_AT_STORE_S", 60.0)
+    monkeypatch.setattr(following, "LOOK_AT_STORE_S", 60.0)
 
 
 @pytest.mark.usefixtures("seldom_looks")
@@ -434,7 +431,7 @@ async def test_after_a_restart_between_rounds_the_devices_of_the_last_round_are_
 async def test_what_devices_said_is_known_to_the_next_process_and_how_old_it_is(
     one_broker: LocalBroker, store: Store, stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch, killed: bool
 ) -> None:
-    monkeypatch.setattr(mqtt, "KEEP_S", 0.05 if killed else 3600.0)
+    monkeypatch.setattr(presence, "KEEP_S", 0.05 if killed else 3600.0)
     async with AsyncExitStack() as inner:
         fleet, (a,) = await federation(inner, one_broker, store, "a")
         await a.appear(presence=Presence.SLEEPING)

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from coordinator.fleet.fleet import order_for
-from coordinator.fleet.mqtt.intake import Intake
+from coordinator.fleet.mqtt.intake import Assignment, Intake
 from coordinator.fleet.mqtt.roles import BlobServer, own_folder
 from coordinator.store.records import OrderStatus
 from coordinator.store.store import Entry, Store
@@ -36,7 +36,7 @@ MODEL = to_bytes(tensors(1.0))
 @pytest.fixture
 async def intake(one_broker: LocalBroker, store: Store, tmp_path: Path) -> AsyncIterator[Intake]:
     with contextlib.closing(Store(tmp_path, intake=True)) as opened, own_folder(tmp_path) as folder:
-        made = Intake(settings(one_broker), opened, folder, federation="f", task=TASK, layout=LAYOUT)
+        made = Intake(settings(one_broker), opened, folder, Assignment(federation="f", task=TASK, layout=LAYOUT))
         async with running(made):
             yield made
 

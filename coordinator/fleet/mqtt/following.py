@@ -1,0 +1,245 @@
+"""Follows the orders that are open: sends and repeats them, learns how they end, keeps what streams have brought."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from coordinator.fleet.fleet import Answer
+from coordinator.fleet.mqtt.intake import MAX_UNDER_WAY, Assignment, require_own
+from coordinator.fleet.mqtt.orders import OrderBook
+from coordinator.fleet.mqtt.presence import Presence
+from coordinator.store.records import OrderStatus
+from coordinator.store.store import EXPIRED, OFFERED, Entry, Store
+from fedge.membership.signed_messages import Signed
+from fedge.models.weights import needed_on_devices
+from fedge.steps.contract import Action, Refusal, Unsupported, read_action, read_result
+from fedge.wire.connection.broker import BrokerSettings, Inbound
+from fedge.wire.messages import BlobRef, Order, Outcome, Report, Why, blobs_of, encode
+from fedge.wire.topics import MODELS
+from fedge.wire.transfer.sender import Sender
+
+log = logging.getLogger("fedge.coordinator")
+
+LOOK_AT_STORE_S: Final = 0.5
+"""Pause between two reads of the orders that intakes have closed."""
+
+
+class Following(Presence):
+    """Follows the orders of the present step and of streams, from the store to their end."""
+
+    def __init__(
+        self, broker: BrokerSettings, store: Store, about: Assignment, observe: Callable[[str, dict[str, Any]], None]
+    ) -> None:
+        super().__init__(broker, store, about, observe)
+        self._actions: dict[str, Action] = {}  # of the present step and of open streams, by order
+        self._book = OrderBook()  # of the present step, and of streams
+        self._answered: dict[str, Entry] = {}  # orders of the present step, by device
+        self._open: set[str] = set()  # those among them that are
+        self._streamed: dict[str, Order] = {}  # unyielded orders by id
+        self._arrived: dict[str, Entry] = {}  # closed ones among them, by the store's numbers
+        self._held: dict[str, frozenset[BlobRef]] = {}  # their uploads
+        self._arrival = store.last_arrival()  # of the last closed order known to us
+        self._something_happened = asyncio.Event()
+        self._under_way: set[tuple[str, str]] = set()  # device, order
+        self._look_at = 0.0
+        self._offered: set[str] = set()
+        self._sender = Sender(self._transport, self._model_file)
+
+    async def _listen(self) -> None:
+        await super()._listen()
+        wants = self._topics.shared(MODELS, self._secret, self._topics.agent("+", "wants"))
+        await self._transport.subscribe(wants, self._guard(self._on_want))
+
+    async def _follow(self, entries: Collection[Entry], allowed_s: Mapping[str, float]) -> None:
+        """Start following the open orders; from now on devices may fetch what open orders name."""
+        named = (*self._actions.values(), *self._streamed.values(), *(entry.order for entry in entries))
+        self._offered = {ref.digest for each in named for ref in blobs_of(each)}
+        await asyncio.to_thread(self._store.keep, OFFERED, json.dumps(sorted(self._offered)))
+        open_ = [entry.order for entry in entries if entry.status is OrderStatus.OPEN]
+        timed = (msgspec.structs.replace(order, left_s=allowed_s[order.device_id]) for order in open_)
+        self._book.add(timed, time.monotonic())
+        for order in open_:
+            if (order.device_id, order.id) in self._taking:  # its report came before
+                self._book.hold(order.id)
+
+    def _send_due(self) -> None:
+        """Send the orders that are due, and let those expire whose time is over."""
+        due = self._book.due(time.monotonic())
+        for order in due.expired:
+            self._give_up(order)
+            self._background.spawn(self._close(Entry(order=order, status=OrderStatus.EXPIRED, reason=EXPIRED)))
+        for order in due.sent:
+            self._send(order)
+
+    async def _wait(self) -> None:
+        """Wait until something happens or an order is due."""
+        delay = max(min(self._book.next_wakeup(), self._look_at) - time.monotonic(), 0.01)
+        self._something_happened.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(delay):
+                await self._or_failure(self._something_happened.wait())
+        if time.monotonic() >= self._look_at:
+            await self.look()
+        self._send_due()
+
+    async def look(self) -> None:
+        """Learn which orders are closed, here and by intakes, and hold what they have brought."""
+        self._look_at = time.monotonic() + LOOK_AT_STORE_S
+        entries = await asyncio.to_thread(self._store.closed_since, self._arrival)
+        self._arrival = max([self._arrival, *(entry.arrival for entry in entries)])
+        self._note_arrived(entries)
+
+    def _note_arrived(self, entries: Iterable[Entry]) -> None:
+        """Process the orders that were closed, here or by intakes, in the order of the store."""
+        for entry in entries:
+            if entry.status is not OrderStatus.OPEN:
+                self._give_up(entry.order)
+                self._closed(entry)
+                if entry.order.id in self._streamed:
+                    self._arrived[entry.order.id] = entry
+
+    def _closed(self, entry: Entry) -> None:
+        order = entry.order
+        if not self._book.close(order.id):
+            return
+        if order.id in self._streamed:  # the store says when: an intake may have closed another one before it
+            self._hold_uploads(entry)
+            self._look_at = 0.0
+        elif order.id in self._open:
+            self._open.remove(order.id)
+            self._answered[order.device_id] = entry
+        self._something_happened.set()
+        told = {"device": order.device_id, "label": order.label}
+        if entry.report is None:
+            late = entry.status is OrderStatus.EXPIRED
+            event, reason = "order_expired" if late else "report_rejected", entry.reason
+            self._observe("closed", {**told, "reason": reason, "late": late})
+        else:
+            event, reason = f"order_{entry.report.outcome}", trouble_in(entry.report)
+            self._observe("answer", told | self._told(entry.report, self._actions[order.id]))
+        if reason:
+            log.warning("event=%s device=%s order=%s reason=%r", event, order.device_id, order.id, reason)
+            self._note_problem(order.device_id, reason)
+
+    # ------------------------------------------------------------------------------------------------------- streams
+
+    def _hold(self, entries: Iterable[Entry]) -> None:
+        """Keep streamed orders, with their uploads, until their answers are yielded."""
+        for entry in entries:
+            self._streamed[entry.order.id] = entry.order
+            self._hold_uploads(entry)
+
+    def _hold_uploads(self, entry: Entry) -> None:
+        if entry.report is not None:
+            action = self._actions[entry.order.id]
+            result = read_result(entry.report, action)
+            uploads = () if isinstance(result, Refusal) else action.uploads(result, self._layout)
+            self._held[entry.order.id] = frozenset(uploads)
+
+    def _let_go(self, order_id: str) -> None:
+        del self._arrived[order_id], self._streamed[order_id], self._actions[order_id]
+        for ref in self._held.pop(order_id, ()):
+            self._uploads.norms.pop(ref, None)
+
+    def busy(self) -> frozenset[str]:
+        """Devices with a streamed order whose answer has not been yielded."""
+        return frozenset(order.device_id for order in self._streamed.values())
+
+    def end_streams(self) -> None:
+        """Let open streamed orders expire, since nobody will take their answers."""
+        for order in self._streamed.values():
+            self._give_up(order)
+        self._store.end_streams(time.time())
+        self._book = OrderBook()
+        for known in (self._streamed, self._arrived, self._actions, self._held):
+            known.clear()
+
+    def needed(self) -> set[str]:
+        """Digests of the tensors that streamed orders name, and of their uploads."""
+        named = {ref.digest for i, order in self._streamed.items() for ref in blobs_of([order, self._actions[i]])}
+        named |= {ref.digest for ref in blobs_of(needed_on_devices(self.task))}
+        return named | {ref.digest for refs in (*self._held.values(), *self._brought.values()) for ref in refs}
+
+    def accepted(self, number: int) -> set[str]:
+        """Digests of the uploads for a round in progress, and of the tensors that open streams name."""
+        found: set[str] = set()
+        for entry in (*self._store.entries(number), *self._store.streamed(number)):
+            action = read_action(entry.order, self._steps)
+            if isinstance(action, Unsupported):
+                continue
+            if entry.report is not None and not isinstance(result := read_result(entry.report, action), Refusal):
+                found |= {ref.digest for ref in action.uploads(result, self._layout)}
+            elif entry.status is OrderStatus.OPEN and entry.order.round < number:
+                found |= {ref.digest for ref in blobs_of([entry.order, action])}
+        return found
+
+    # ----------------------------------------------------------------------------------------------------- to devices
+
+    def _has_appeared(self, device: str) -> None:
+        for order in self._book.appeared(device, time.monotonic()):
+            self._send(order)
+
+    def _send(self, order: Order) -> None:
+        unknown = self.registry.incarnation(order.device_id) is None
+        if not self._admits(order.device_id) or (unknown and isinstance(self._signed, Signed)):
+            return  # sent when it reappears, if it may have it
+        if self.registry.is_away(order.device_id):
+            return  # likewise: the broker need not hold what is repeated for hours
+        log.debug("event=order_sent order=%s device=%s", order.id, order.device_id)
+        key = order.device_id, order.id
+        if key not in self._under_way and len(self._under_way) < MAX_UNDER_WAY:
+            self._under_way.add(key)
+            self._background.spawn(self._deliver(key, order))
+
+    async def _deliver(self, key: tuple[str, str], order: Order) -> None:
+        topic = self._topics.agent(order.device_id, "orders")
+        payload = self._seal(topic, encode(order), order.device_id)
+        try:
+            await self._publish(topic, payload, expires_in_s=max(int(order.left_s), 1))
+        finally:
+            self._under_way.discard(key)
+
+    def _on_want(self, device: str, inbound: Inbound) -> None:
+        self._sender.want_of(device, inbound.payload, self._topics)
+
+    def _model_file(self, digest: str) -> Path | None:
+        """Devices get only what orders name, since the updates of others are in the same folder."""
+        return self._store.blobs.bring(digest) if digest in self._offered else None
+
+    # -------------------------------------------------------------------------------------------------- from devices
+
+    def _order(self, report: Report) -> Order | None:
+        if (order := self._book.order(report.order_id)) is not None:
+            require_own(order, report)
+            self._book.hold(order.id)
+        return order
+
+    def _answer(self, entry: Entry) -> Answer:
+        order, report = entry.order, entry.report
+        if report is None:
+            return Answer(order.device_id, None, round=order.round)
+        return Answer(order.device_id, read_result(report, self._actions[order.id]), report.seconds, order.round)
+
+    def _told(self, report: Report, action: Action) -> dict[str, Any]:
+        """The public part of a report; `accuracy`: of the start model, if reported."""
+        told: dict[str, Any] = {"result": str(report.outcome), "seconds": report.seconds}
+        if report.outcome is Outcome.DONE:
+            accuracy = getattr(read_result(report, action), "val_accuracy", None)
+            return told if accuracy is None else {**told, "accuracy": accuracy}
+        return told
+
+
+def trouble_in(report: Report | None) -> str:
+    """Why a device did not do its order; empty: it did, or gave no reason."""
+    if report is None or report.outcome is Outcome.DONE:
+        return ""
+    return f"{report.outcome}: {(report.why or Why.OTHER).words}; its log says more"

@@ -1,0 +1,241 @@
+"""What devices say of themselves, who belongs to the federation, and what goes wrong with each."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection
+from typing import Any, Final
+
+import msgspec
+
+from coordinator.fleet.mqtt.intake import CHECK_LOST, Assignment, Intake
+from coordinator.fleet.mqtt.process import SAYS_NOTHING
+from coordinator.fleet.mqtt.sole import Sole, told
+from coordinator.fleet.problems import Problem
+from coordinator.store.registry import Kept, Registry
+from coordinator.store.store import DEVICES, Store
+from fedge import __version__
+from fedge.errors import MALFORMED, ProtocolError
+from fedge.identity.authority import MAX_REVOCATIONS_BYTES
+from fedge.identity.names import Role
+from fedge.membership.signed_messages import Signed
+from fedge.system.text import in_words
+from fedge.wire.connection.broker import BrokerSettings, Inbound
+from fedge.wire.messages import BEACON_S, Beacon, Claim, Context, Health, Report, Status, decode, encode, is_outdated
+
+log = logging.getLogger("fedge.coordinator")
+
+TOO_LONG: Final = (
+    f"the list of revoked certificates is longer than one message ({MAX_REVOCATIONS_BYTES} bytes), so agents do not "
+    "receive it: copy crl.pem to each device, beside its ca_file, and start its agent again"
+)
+MAX_STRANGERS: Final = 100
+"""Most problems kept for unknown device names, so that invented names cannot fill the summary."""
+KEEP_S: Final = 60.0
+"""Pause between two writes of the devices' statuses, which change far more often than a restart needs them."""
+NEEDED: Final = "0.2 or later"
+"""Versions of fedge that an agent may have."""
+TWICE: Final = (
+    "two processes speak as this device and take turns: a second one of its --id, a copy of its card or container, or "
+    "a stolen identity; end one of them"
+)
+
+
+class Presence(Intake):
+    """An intake that knows the devices: statuses, contexts, health, problems, certificates.
+
+    `problems`: the latest refusal, failure or missed deadline by device id. `second`: the last other coordinator of the
+    federation that came to the broker.
+
+    Args:
+        broker: how to reach the broker.
+        store: of the federation, whose home is this process's folder.
+        about: what the devices work on.
+        observe: called with events for people.
+    """
+
+    def __init__(
+        self, broker: BrokerSettings, store: Store, about: Assignment, observe: Callable[[str, dict[str, Any]], None]
+    ) -> None:
+        super().__init__(broker, store, store.home, about, Role.COORDINATOR)
+        fingerprint = about.task.fingerprint()
+        self.registry = Registry(fingerprint, store.last_contexts(), about.no_relays, _kept_in(store))
+        self.problems: dict[str, Problem] = {}
+        self.last_refused: dict[str, str] = {}  # name of an error -> device and detail of the last one
+        self.second: dict[str, object] | None = None
+        self._observe = observe
+        self._round = 0
+        self._strangers: set[str] = set()  # among the problems
+        self._counted: Counter[str] = Counter()  # refusals since the last look, by name
+        self._traffic = (0, 0)  # payload bytes up and down until then
+        self._sole = Sole(self._topics, self._signed, store.home, end=self._fail, notice=self._second_came)
+        if isinstance(self._signed, Signed) and (kept := store.recall("heard")):
+            self._signed.heard = msgspec.json.decode(kept, type=dict[str, int])
+
+    async def _listen(self) -> None:
+        for kind, handle in (("status", self._on_status), ("context", self._on_context), ("health", self._on_health)):
+            await self._transport.subscribe(self._topics.agent("+", kind), self._guard(handle))
+        await super()._listen()
+
+    # -------------------------------------------------------------------------------------------------- from devices
+
+    def _on_status(self, device: str, inbound: Inbound) -> None:
+        status = decode(inbound.payload, Status)
+        if device in self.problems and outdated(device) in self.problems[device].reason:
+            del self.problems[device]  # it was updated
+        if status.site is not None and self._members and not self._members.admits(device, Role.RELAY):
+            raise ProtocolError("certificate", f"{device} says that it is a relay, and its certificate is a device's")
+        before = self.registry.presence_of(device)
+        appeared = self.registry.on_status(device, status, time.time())
+        if self.registry.is_twice(device):
+            since = [f"{i} since {in_words(at)}" for i, at in self.registry.twins(device).items()]
+            self._note_problem(device, f"{TWICE}. Incarnations: {', before it '.join(since)}")
+        if before != status.presence:
+            self._observe("device", {"device": device, "presence": status.presence})
+        if appeared:
+            self._has_appeared(device)
+
+    def _on_context(self, device: str, inbound: Inbound) -> None:
+        self.registry.on_context(device, decode(inbound.payload, Context), time.time())
+
+    def _on_health(self, device: str, inbound: Inbound) -> None:
+        self.registry.on_health(device, decode(inbound.payload, Health))
+
+    def _heard(self, device: str, inbound: Inbound) -> None:
+        if not (inbound.retained and self.registry.is_away(device)):
+            self.registry.heard(device, time.time())
+
+    def _incarnation(self, device: str) -> str:
+        return self.registry.incarnation(device) or ""
+
+    async def hear_of(self, ids: Collection[str], within_s: float) -> None:
+        """Wait until each of these devices has shown a status, at most `within_s`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await self._or_failure(self.registry.heard_of(ids))
+
+    def _has_appeared(self, device: str) -> None:
+        """Do what waited for a device that has just come."""
+
+    # ------------------------------------------------------------------------------------------------------ problems
+
+    def _explained(self, error: ProtocolError, device: str, inbound: Inbound) -> ProtocolError:
+        if error.name == "replayed" and inbound.topic.endswith("/status"):
+            self.registry.doubt(device)
+        if error.name == "version" and is_outdated(inbound.payload):
+            return ProtocolError("version", outdated(device))
+        return error
+
+    def _refuse(self, error: ProtocolError, device: str, topic: str) -> None:
+        super()._refuse(error, device, topic)
+        self._counted[f"refused.{error.name}"] += 1  # stored with the round: a flood must not become a flood of writes
+        self.last_refused[error.name] = f"{device}: {error}"
+        if error.name not in SAYS_NOTHING:
+            self._note_problem(device, str(error))
+
+    def _note_problem(self, device: str, reason: str) -> None:
+        """Report a problem: at once as an event, after the round in the status."""
+        problem = Problem(round=self._round, reason=reason)
+        if self.problems.get(device) != problem and self._keep_problem(device, problem):
+            self._observe("problem", {"device": device, "round": self._round, "reason": reason})
+
+    def _keep_problem(self, device: str, problem: Problem) -> bool:
+        """Keep a problem of a known device, or of one of the first unknown ones; False: it is not kept."""
+        if device not in self.problems and not self.registry.knows(device):
+            if len(self._strangers) >= MAX_STRANGERS:
+                return False
+            self._strangers.add(device)
+        self.problems[device] = problem
+        return True
+
+    def _lost(self, report: Report) -> None:
+        super()._lost(report)
+        self._note_problem(report.device_id, f"the broker lost {report.again} copies of its report: {CHECK_LOST}")
+
+    # ------------------------------------------------------------------------------------------------------- members
+
+    async def _members_changed(self) -> None:
+        """Drop devices that no longer belong."""
+        for device in self.registry.presence():
+            if not self._admits(device):
+                log.warning("event=revoked device=%s", device)
+                self._note_problem(device, "revoked: it does not belong to the federation any more")
+                self.registry.forget(device)
+        await self._tell_revocations()
+
+    async def _tell_revocations(self) -> None:
+        """Publish the revocations: devices must learn of a revoked coordinator."""
+        assert isinstance(self._signed, Signed)
+        if revocations := self._signed.authority.revocations:
+            if len(revocations) > MAX_REVOCATIONS_BYTES:
+                text = "event=revocations_not_told bytes=%d reason=%r"
+                log.error(text, len(revocations), TOO_LONG)
+                return
+            await self._publish(self._topics.revocations, revocations, retain=True)
+
+    def _second_came(self, claim: Claim) -> None:
+        """Say that another coordinator of this federation is at the broker, which has to end."""
+        log.error("event=second_coordinator detail=%r", f"{told(claim)}: it is told to end")
+        self.second = {"where": claim.where, "incarnation": claim.incarnation, "since": claim.since, "at": time.time()}
+        self._observe("second_coordinator", self.second)
+
+    async def _tell_time(self) -> None:
+        """Publish our time and version while connected: devices compare theirs (`fedge doctor`)."""
+        topic = self._topics.beacon
+        while True:
+            beacon = Beacon(at=time.time(), fedge_version=__version__)
+            await self._publish(topic, self._signed.seal(topic, encode(beacon)), retain=True)
+            await asyncio.sleep(BEACON_S)
+
+    # --------------------------------------------------------------------------------------------------------- tasks
+
+    async def _keep_devices_often(self) -> None:
+        """Store the devices' statuses for the next start; after kill -9 they are up to a minute old."""
+        while True:
+            await asyncio.sleep(KEEP_S)
+            await self._keep_devices()
+
+    async def _keep_devices(self) -> None:
+        kept = self.registry.kept()
+        await asyncio.to_thread(lambda: self._store.keep(DEVICES, msgspec.json.encode(kept).decode()))
+
+    async def rest(self, seconds: float) -> None:
+        """Wait for this time, or until a background task fails, which is raised."""
+        await self._or_failure(asyncio.sleep(seconds))
+
+    async def _or_failure(self, work: Awaitable[Any]) -> Any:
+        """Wait for something, or until a background task fails, which is raised."""
+        waiting = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait({waiting, self._failure}, return_when=asyncio.FIRST_COMPLETED)
+            if self._failure.done():
+                self._failure.result()
+            return waiting.result()
+        finally:
+            waiting.cancel()
+
+    def take_counts(self) -> dict[str, int]:
+        """Since the last call: payload bytes up and down, and refusals by name."""
+        up, down = self._transport.bytes_received, self._transport.bytes_sent
+        before_up, before_down = self._traffic
+        self._traffic = (up, down)
+        counted, self._counted = self._counted, Counter()
+        return {"bytes_up": up - before_up, "bytes_down": down - before_down, **counted}
+
+
+def _kept_in(store: Store) -> dict[str, Kept]:
+    """The devices' statuses as last stored; empty if another version of fedge wrote them."""
+    with contextlib.suppress(*MALFORMED):
+        return msgspec.json.decode(store.recall(DEVICES) or "{}", type=dict[str, Kept])
+    return {}
+
+
+def outdated(device: str) -> str:
+    """Advice about a device whose agent is of fedge 0.1."""
+    return (
+        f"its agent is of fedge 0.1, which this coordinator does not understand: update fedge on {device} to {NEEDED}"
+    )
