@@ -33,6 +33,8 @@ log = logging.getLogger("fedge.deploy")
 
 SHOWN: Final = 5
 """Classes that the text of a prediction counts, the most frequent ones."""
+BY_SAMPLE: Final = ("class_index", "class_name", "probabilities", "weights", "energies")
+"""What a prediction has one of for each sample."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -76,14 +78,7 @@ class Prediction:
 
     def rows(self, start: int, stop: int) -> Prediction:
         """The predictions for samples [start, stop); `latency_ms` is still that of all."""
-        return replace(
-            self,
-            class_index=self.class_index[start:stop],
-            class_name=self.class_name[start:stop],
-            probabilities=self.probabilities[start:stop],
-            weights=self.weights[start:stop],
-            energies=self.energies[start:stop],
-        )
+        return replace(self, **{name: getattr(self, name)[start:stop] for name in BY_SAMPLE})
 
 
 class Runtime:

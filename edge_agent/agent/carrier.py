@@ -9,19 +9,19 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Final, Protocol
 
 from edge_agent.agent.context import Limits
-from edge_agent.agent.events import Events, describe
-from edge_agent.agent.identity import Identity
+from edge_agent.agent.events import describe
+from edge_agent.agent.identity import Member
 from edge_agent.agent.models import Models
 from edge_agent.agent.outbox import Outbox
 from edge_agent.device.device import failed
 from edge_agent.device.worker import Finished
 from fedge.errors import ProtocolError, StoreError, TransportError
-from fedge.membership.signed_messages import Plain, Signed
 from fedge.privacy.egress import Rules, WithheldError
 from fedge.steps.contract import (
     Action,
@@ -54,49 +54,31 @@ class Works(Protocol):
         """Do the work of one order. Raises soon after `stop()` became true."""
 
 
+@dataclass(eq=False)
 class Carrier:
     """Takes orders through fetching, refusing, working and reporting.
 
     Args:
-        identity: of the device.
+        me: the device.
         home: its folder, on the disk that orders fill.
         make_worker: called once, in the worker thread, when the first order needs it.
         limits: when to decline.
         measure: the device's present state.
-        rules: what may leave, by the device's owner.
-        signed: proves and checks who speaks.
         models: fetches and has them.
         outbox: keeps the tensors of results.
         pool: has the worker thread.
-        events: told of what happens.
     """
 
-    def __init__(
-        self,
-        identity: Identity,
-        home: Path,
-        make_worker: Callable[[], Works],
-        *,
-        limits: Limits,
-        measure: Callable[[], Context],
-        rules: Rules,
-        signed: Signed | Plain,
-        models: Models,
-        outbox: Outbox,
-        pool: Executor,
-        events: Events,
-    ) -> None:
-        self._identity = identity
-        self._home = home
-        self._make_worker = make_worker
-        self._limits = limits
-        self._measure = measure
-        self._rules = rules
-        self._signed = signed
-        self._models = models
-        self._outbox = outbox
-        self._pool = pool
-        self._events = events
+    me: Member
+    home: Path
+    make_worker: Callable[[], Works]
+    limits: Limits
+    measure: Callable[[], Context]
+    models: Models
+    outbox: Outbox
+    pool: Executor
+
+    def __post_init__(self) -> None:
         self._worker: Works | None = None
         self._stop_work = threading.Event()
         self._fetching: asyncio.Task[None] | None = None
@@ -113,10 +95,10 @@ class Carrier:
 
     async def carry_out(self, order: Order) -> Report | None:
         """Do one order from its models to its report; a stopped one gives none."""
-        self._events.say("order_started", logging.DEBUG, **describe(order))
+        self.me.events.say("order_started", logging.DEBUG, **describe(order))
         began = time.monotonic()
         try:
-            action = read_action(order, self._identity.steps)
+            action = read_action(order, self.me.identity.steps)
             if isinstance(action, Unsupported):
                 return self._report(order, action, began)
             if (refused := self._refuse_work(order, action)) is not None:
@@ -124,33 +106,33 @@ class Carrier:
             if not await self._fetch(order, action):
                 return None
             work = partial(self._execute, order, action, began)
-            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+            return await asyncio.get_running_loop().run_in_executor(self.pool, work)
         except (ProtocolError, TransportError) as error:  # the latter: the broker does not let us fetch a model
             return self._report(order, failed(error), began)
 
     def _refuse_work(self, order: Order, action: Action) -> Refusal | None:
         """Answer what needs neither a model nor a worker."""
-        if not self._rules.permitted(action):
-            text = f"its result would tell of {', '.join(kind for kind in self._rules.withheld)}"
+        if not self.me.rules.permitted(action):
+            text = f"its result would tell of {', '.join(kind for kind in self.me.rules.withheld)}"
             return Declined(why=Why.NOT_ALLOWED, reason=f"{action.STEP}: {text}")
-        mine = self._identity.task.fingerprint()
+        mine = self.me.identity.task.fingerprint()
         if order.task_fingerprint != mine:
             text = f"the order is for task {order.task_fingerprint}, this device has {mine}"
             return Failed(why=Why.OTHER_TASK, reason=text)
-        needed = self._models.missing_bytes(action)
-        disk = shutil.disk_usage(self._home)
+        needed = self.models.missing_bytes(action)
+        disk = shutil.disk_usage(self.home)
         spare = min(SPARE_DISK_BYTES, disk.total // 20)
         if needed + spare > disk.free:
             needs, stays, there = (f"{size / 1e6:.0f} MB" for size in (needed, spare, disk.free))
             text = f"the models need {needs} and {stays} must stay free, {there} are free"
             return Declined(why=Why.DISK, reason=text)
-        return self._limits.excuse(self._measure())
+        return self.limits.excuse(self.measure())
 
     async def _fetch(self, order: Order, action: Action) -> bool:
         """Fetch all models that an action names; False if stopped meanwhile."""
         if self._stop_work.is_set():
             return False
-        self._fetching = asyncio.create_task(self._models.fetch(order, action))
+        self._fetching = asyncio.create_task(self.models.fetch(order, action))
         try:
             await self._fetching
         except asyncio.CancelledError:
@@ -165,17 +147,17 @@ class Carrier:
         """In the worker thread: do the work and store its tensors durably. None: it was stopped."""
         try:
             if self._worker is None:
-                self._worker = self._make_worker()
+                self._worker = self.make_worker()
             if isinstance(action, MaskShares) and (refused := self._strangers(order, action)) is not None:
                 return self._report(order, refused, None)
-            finished = self._worker.execute(order, self._models.get, stop=self._stop_work.is_set, action=action)
+            finished = self._worker.execute(order, self.models.get, stop=self._stop_work.is_set, action=action)
             result = finished.result
             if isinstance(result, KeysMade) and isinstance(action, MaskKeys):
                 from fedge.privacy.masked_sums import proven
 
-                result = proven(result, order, action.session, self._signed)
+                result = proven(result, order, action.session, self.me.signed)
             if not isinstance(result, Refusal):
-                result = self._rules.stripped(result, action.reveals())
+                result = self.me.rules.stripped(result, action.reveals())
             report = self._report(order, result, began + finished.untimed_s if action.TIMED else None)
             read_result(decode(encode(report), Report), action)  # refuse here what the coordinator would refuse
         except StoreError:
@@ -188,7 +170,7 @@ class Carrier:
         named = {ref.digest for ref in report.blobs}
         for digest, data in finished.blobs.items():
             if digest in named:
-                self._outbox.put_blob(digest, data)
+                self.outbox.put_blob(digest, data)
         return report
 
     def _strangers(self, order: Order, action: MaskShares) -> Declined | None:
@@ -196,7 +178,7 @@ class Carrier:
         from fedge.privacy.masked_sums import read_roster, require_genuine  # with `cryptography`
 
         try:
-            require_genuine(read_roster(self._models.get(action.roster)).members, order, action.session, self._signed)
+            require_genuine(read_roster(self.models.get(action.roster)).members, order, action.session, self.me.signed)
         except ProtocolError as error:
             return Declined(why=Why.STRANGERS, reason=str(error))
         return None
@@ -207,9 +189,9 @@ class Carrier:
         `began`: start of the work, by the monotonic clock; None: the duration is not reported.
         """
         if isinstance(result, Refusal):
-            self._events.warn("event=order_refused order=%s why=%s reason=%r", order.id, result.why, result.reason)
+            self.me.events.warn("event=order_refused order=%s why=%s reason=%r", order.id, result.why, result.reason)
         seconds = 0.0 if began is None else max(time.monotonic() - began, 0.0)
-        return self._rules.stripped(report_of(order, result, seconds))
+        return self.me.rules.stripped(report_of(order, result, seconds))
 
 
 def may_still_leave(report: Report, order: Order, steps: Steps, rules: Rules) -> bool:

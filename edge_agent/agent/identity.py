@@ -8,10 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import fedge
+from edge_agent.agent.events import Events
 from fedge.data.task import TaskSpec
+from fedge.membership.signed_messages import Plain, Signed
 from fedge.privacy.egress import Rules
 from fedge.steps.contract import Steps, installed_steps
 from fedge.wire.messages import Capabilities, Presence, SiteDevice, Status
+from fedge.wire.topics import Topics
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,29 @@ class Identity:
     trains: bool = True
     steps: Steps = field(default_factory=installed_steps)
     site: Callable[[], tuple[SiteDevice, ...]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """An agent that speaks in its federation.
+
+    signed: proves and checks who speaks. rules: what may leave, by the device's owner. events: told of what happens.
+    """
+
+    identity: Identity
+    topics: Topics
+    signed: Signed | Plain
+    rules: Rules
+    events: Events
+
+    @property
+    def device_id(self) -> str:
+        """The name of the device."""
+        return self.identity.device_id
+
+    def topic(self, leaf: str) -> str:
+        """The device's topic with this last level."""
+        return self.topics.agent(self.device_id, leaf)
 
 
 def status_of(identity: Identity, presence: Presence, *, incarnation: str, release: int, rules: Rules) -> Status:

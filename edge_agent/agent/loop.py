@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import closing, suppress
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path
 from secrets import token_hex
@@ -25,7 +26,7 @@ from edge_agent.agent import session
 from edge_agent.agent.carrier import Carrier, Works, may_still_leave
 from edge_agent.agent.context import Limits, measure
 from edge_agent.agent.events import Events, Observe, describe, ignore_event
-from edge_agent.agent.identity import Identity, status_of
+from edge_agent.agent.identity import Identity, Member, status_of
 from edge_agent.agent.models import Models, named_models
 from edge_agent.agent.outbox import Outbox
 from edge_agent.agent.speech.ears import Ears
@@ -36,23 +37,13 @@ from fedge.identity.names import Role, Subject
 from fedge.membership.renewal import Renewal
 from fedge.membership.signed_messages import speaker
 from fedge.privacy.egress import Door, Rules
-from fedge.steps.contract import (
-    Action,
-    Unsupported,
-    read_action,
-)
+from fedge.steps.contract import Action, Unsupported, read_action
 from fedge.system.background import Background
 from fedge.system.files import BlobFolder, highest_release
 from fedge.system.logs import bound
 from fedge.system.systemd import ready
 from fedge.wire.connection.broker import BrokerSettings, Will
-from fedge.wire.messages import (
-    Context,
-    Order,
-    Presence,
-    Status,
-    encode,
-)
+from fedge.wire.messages import Context, Order, Presence, Status, encode
 from fedge.wire.topics import Topics
 from fedge.wire.transfer.receiver import Receiver
 from fedge.wire.transfer.sender import Sender
@@ -79,6 +70,7 @@ CHECK_RUN: Final = (
 )
 
 
+@dataclass(eq=False)
 class Agent:
     """One device in one federation. `run` lasts until `stop`.
 
@@ -93,27 +85,19 @@ class Agent:
         observe: called with every event and its fields, on the event loop.
     """
 
-    def __init__(
-        self,
-        identity: Identity,
-        broker: BrokerSettings,
-        home: Path,
-        make_worker: Callable[[], Works],
-        *,
-        limits: Limits = Limits(),
-        context_interval_s: float = 10.0,
-        rules: Rules = Rules(),
-        observe: Observe = ignore_event,
-    ) -> None:
-        self._identity = identity
-        self._broker = broker
-        self._home = home
-        self._make_worker = make_worker
-        self._limits = limits
-        self._context_interval_s = context_interval_s
-        self._rules = rules
-        self._events = Events(identity.device_id, observe)
-        self._topics = Topics(identity.federation)
+    identity: Identity
+    broker: BrokerSettings
+    home: Path
+    make_worker: Callable[[], Works]
+    _: KW_ONLY
+    limits: Limits = Limits()
+    context_interval_s: float = 10.0
+    rules: Rules = Rules()
+    observe: Observe = ignore_event
+
+    def __post_init__(self) -> None:
+        self._events = Events(self.identity.device_id, self.observe)
+        self._topics = Topics(self.identity.federation)
         self._incarnation = uuid.uuid4().hex
         self._work: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -145,25 +129,24 @@ class Agent:
         """
         self._end = asyncio.get_running_loop().create_future()
         with (
-            Outbox(self._home / "outbox") as self._outbox,
-            closing(Door(self._rules, self._home, self._topics, self._action_of)) as door,
+            Outbox(self.home / "outbox") as self._outbox,
+            closing(Door(self.rules, self.home, self._topics, self._action_of)) as door,
             ThreadPoolExecutor(1, "worker") as pool,
         ):
             orders = {order.id: order for order in self._outbox.orders()}
             self._run = _last_run([*(verdict.order_id for verdict in self._outbox.verdicts), *orders])
             self._session = session.Session(
-                self._identity.device_id,
+                self.identity.device_id,
                 orders=orders.values(),
                 reports=[
                     report
                     for report in self._outbox.reports()
-                    if may_still_leave(report, orders[report.order_id], self._identity.steps, self._rules)
+                    if may_still_leave(report, orders[report.order_id], self.identity.steps, self.rules)
                 ],
                 acked=[verdict.order_id for verdict in self._outbox.verdicts],
                 now=uptime_s(),
             )
-            self._transport = await self._wire(door)
-            self._gather(pool)
+            self._transport = await self._wire(door, pool)
             self._connecting = asyncio.current_task()
             try:
                 async with self._transport, self._sender:
@@ -183,56 +166,31 @@ class Agent:
             if self._connecting is not None:  # not connected yet, so no goodbye
                 self._connecting.cancel()
 
-    async def _wire(self, door: Door) -> Transport:
-        """Make the transport with its initial subscriptions."""
-        me, topics = self._identity.device_id, self._topics
-        role = Role.DEVICE if self._identity.site is None else Role.RELAY
-        subject = Subject(self._identity.federation, role, me)
-        self._signed = speaker(self._broker, subject, self._home)
-        status = topics.agent(me, "status")
+    async def _wire(self, door: Door, pool: Executor) -> Transport:
+        """Make the transport with its initial subscriptions, and all that speaks, hears and works over it."""
+        name, topics = self.identity.device_id, self._topics
+        role = Role.DEVICE if self.identity.site is None else Role.RELAY
+        self._signed = speaker(self.broker, Subject(self.identity.federation, role, name), self.home)
+        me = Member(self.identity, topics, self._signed, self.rules, self._events)
+        status = me.topic("status")
         last_words = self._signed.seal(status, encode(self._status(Presence.OFFLINE)), will=True)
         will = Will(status, last_words, delay_s=WILL_DELAY_S)
-        client = topics.client_id("agent", f"{me}:{token_hex(8)}")  # nobody can throw it off, nor a copy of this card
-        transport = Transport(self._broker, client, will=will, session_expiry_s=SHORT_SESSION_S, door=door)
+        client = topics.client_id("agent", f"{name}:{token_hex(8)}")  # nobody can throw it off, nor a copy of this card
+        transport = Transport(self.broker, client, will=will, session_expiry_s=SHORT_SESSION_S, door=door)
         # Not durable: a model can be fetched again.
-        folder = BlobFolder(self._home / "models")
+        folder = BlobFolder(self.home / "models")
         self._receiver = Receiver(transport, folder, durable=False, seal=self._signed.seal)
-        self._models = Models(folder, self._receiver, topics, self._identity, self._events)
+        self._models = Models(folder, self._receiver, me)
         self._sender = Sender(transport, self._outbox.blob)
-        speak_in_time = partial(self._in_time, self._speak_again)
-        self._voice = Voice(me, topics, transport, self._signed, self._rules, self._events, speak_in_time)
-        ears = Ears(
-            me,
-            self._incarnation,
-            topics,
-            self._signed,
-            voice=self._voice,
-            sender=self._sender,
-            events=self._events,
-            feed=self._feed,
-            speak_again=self._speak_again,
-        )
+        self._voice = Voice(me, transport, partial(self._in_time, self._speak_again))
+        ears = Ears(me, self._incarnation, self._voice, self._sender, self._feed, self._speak_again)
+        work = self.home, self.make_worker, self.limits, self._measure
+        self._carrier = Carrier(me, *work, self._models, self._outbox, pool)
         await ears.attach(transport)
         await self._signed.follow(transport, topics)
         transport.on_connect(self._on_connect)
-        await Renewal(transport, topics, me).attach()
+        await Renewal(transport, topics, name).attach()
         return transport
-
-    def _gather(self, pool: Executor) -> None:
-        """Have somebody at hand who carries out orders."""
-        self._carrier = Carrier(
-            self._identity,
-            self._home,
-            self._make_worker,
-            limits=self._limits,
-            measure=self._measure,
-            rules=self._rules,
-            signed=self._signed,
-            models=self._models,
-            outbox=self._outbox,
-            pool=pool,
-            events=self._events,
-        )
 
     async def _serve(self) -> None:
         """Work until the end, then say goodbye. The end is an exception if a background task failed."""
@@ -246,7 +204,7 @@ class Agent:
             await self._work
         with suppress(TimeoutError):
             async with asyncio.timeout(GOODBYE_S):
-                status = self._topics.agent(self._identity.device_id, "status")
+                status = self._topics.agent(self.identity.device_id, "status")
                 good_bye = self._signed.seal(status, encode(self._status(Presence.SLEEPING)))
                 await self._transport.publish(status, good_bye, retain=True)
         self._events.say("sleeping", logging.DEBUG)
@@ -277,7 +235,7 @@ class Agent:
         self._feed(session.Happened.CONNECTED)
 
     async def _on_connect(self) -> None:
-        where = f"{self._broker.host}:{self._broker.port}"
+        where = f"{self.broker.host}:{self.broker.port}"
         ready()
         self._events.say("online", logging.DEBUG, broker=where, protocol=self._transport.protocol)
         self._speak_again()
@@ -300,7 +258,8 @@ class Agent:
             # At least a moment ahead: the loop's clock and ours differ slightly. At most LAST_RESEND_S: the loop's
             # clock stands still while the machine is suspended.
             delay_s = min(max(wakeup - uptime_s(), 0.01), session.LAST_RESEND_S)
-            self._timer = asyncio.get_running_loop().call_later(delay_s, self._in_time, self._tick)
+            tick = partial(self._feed, session.Happened.TICK)
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._in_time, tick)
 
     def _in_time(self, work: Callable[[], None]) -> None:
         """Do what a timer was set for: nobody else would hear of a disk that is full or broken."""
@@ -308,9 +267,6 @@ class Agent:
             work()
         except StoreError as error:
             self._fail(error)
-
-    def _tick(self) -> None:
-        self._feed(session.Happened.TICK)
 
     def _perform(self, action: session.Action) -> None:
         match action:
@@ -335,7 +291,7 @@ class Agent:
                 if again == UNANSWERED and self._transport.connected:
                     self._events.say("unanswered", logging.WARNING, order=report.order_id, check=CHECK_UNANSWERED)
                 self._voice.send(replace(report, again=again))
-                if highest_release(self._home) != self._release:  # after the report, or the order would come again
+                if highest_release(self.home) != self._release:  # after the report, or the order would come again
                     self._voice.send(self._status(Presence.ONLINE))
             case session.Acknowledge(ack):
                 self._voice.forget(ack.order_id)
@@ -359,28 +315,28 @@ class Agent:
         """Do one order, and let the session decide what becomes of its report."""
         with bound(**describe(order)):
             report = await self._carrier.carry_out(order)
-            self._models.forget_unneeded(named_models(self._session.orders, self._identity.steps))
+            self._models.forget_unneeded(named_models(self._session.orders, self.identity.steps))
             self._feed(report or session.Happened.STOPPED)
 
     def _action_of(self, order_id: str) -> Action | None:
         """The action of an open order, if this device knows its step."""
         for order in self._session.orders:
             if order.id == order_id:
-                action = read_action(order, self._identity.steps)
+                action = read_action(order, self.identity.steps)
                 return None if isinstance(action, Unsupported) else action
         return None
 
     # ------------------------------------------------------------------------------------------------- outwards
 
     def _status(self, presence: Presence) -> Status:
-        self._release = highest_release(self._home)
+        self._release = highest_release(self.home)
         return status_of(
-            self._identity, presence, incarnation=self._incarnation, release=self._release, rules=self._rules
+            self.identity, presence, incarnation=self._incarnation, release=self._release, rules=self.rules
         )
 
     def _measure(self) -> Context:
-        own = self._identity
-        return measure(own.device_id, own.n_shared, self._home, self._receiver.mbit_s)
+        own = self.identity
+        return measure(own.device_id, own.n_shared, self.home, self._receiver.mbit_s)
 
     def _awaits_an_answer(self, order_id: str) -> bool:
         """Whether the report of an order is to be repeated."""
@@ -388,7 +344,7 @@ class Agent:
 
     async def _tell_context(self) -> None:
         while True:
-            await asyncio.sleep(self._context_interval_s)
+            await asyncio.sleep(self.context_interval_s)
             if self._transport.connected:
                 self._voice.send(self._measure())
 

@@ -7,17 +7,16 @@ import logging
 import os
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from edge_agent.agent.events import Events
-from edge_agent.agent.identity import Identity
+from edge_agent.agent.identity import Member
 from edge_agent.device.device import CACHED_MODELS
 from fedge.errors import ProtocolError, StoreError
 from fedge.steps.contract import Action, Steps, read_action
 from fedge.system.files import BlobFolder, volatile
 from fedge.wire.messages import BlobRef, Order, blobs_of, shared_bases, way_to
-from fedge.wire.topics import Topics
 from fedge.wire.transfer.receiver import Receiver
 
 FETCH_PATIENCE_S: Final = 120.0
@@ -25,25 +24,21 @@ FETCH_PATIENCE_S: Final = 120.0
 its sender may be gone, or may never have existed. A restarted coordinator is back sooner."""
 
 
+@dataclass(frozen=True, slots=True)
 class Models:
     """The models in a folder of the agent's."""
 
-    def __init__(
-        self, folder: BlobFolder, receiver: Receiver, topics: Topics, identity: Identity, events: Events
-    ) -> None:
-        self._folder = folder
-        self._receiver = receiver
-        self._topics = topics
-        self._identity = identity
-        self._events = events
+    folder: BlobFolder
+    receiver: Receiver
+    me: Member
 
     def get(self, ref: BlobRef) -> bytes:
         """The bytes of a model that was fetched."""
-        return self._folder.get(ref.digest)
+        return self.folder.get(ref.digest)
 
     def missing_bytes(self, action: Action) -> int:
         """The size of the models that an action names and that are not here."""
-        return sum(ref.size_bytes for ref in blobs_of(action) if ref.digest not in self._folder)
+        return sum(ref.size_bytes for ref in blobs_of(action) if ref.digest not in self.folder)
 
     async def fetch(self, order: Order, action: Action) -> None:
         """Fetch all models that an action names into the folder.
@@ -56,7 +51,7 @@ class Models:
         named = list(blobs_of(action))
         bases = shared_bases(named, order.differences)
         for ref in (*bases, *named):
-            if ref.digest not in self._folder and self._identity.trains:
+            if ref.digest not in self.folder and self.me.identity.trains:
                 await self._follow(ref, order)
             if ref in bases and ref not in named:
                 continue
@@ -66,7 +61,7 @@ class Models:
 
     async def _follow(self, ref: BlobRef, order: Order) -> None:
         """Build a model from one at hand, if the order says how; if that fails, it is fetched whole."""
-        if (way := way_to(ref, order.differences, set(self._folder))) is None:
+        if (way := way_to(ref, order.differences, set(self.folder))) is None:
             return
         base, steps = way
         try:
@@ -74,37 +69,33 @@ class Models:
                 await self._fetch_blob(step)
             await asyncio.to_thread(self._move, ref, base, steps)
         except ProtocolError as error:
-            self._events.say("not_followed", logging.WARNING, name=error.name, model=ref.digest, detail=str(error))
+            self.me.events.say("not_followed", logging.WARNING, name=error.name, model=ref.digest, detail=str(error))
         finally:
             for step in steps:
-                self._folder.remove(step.digest)
+                self.folder.remove(step.digest)
 
     def _move(self, ref: BlobRef, base: str, steps: Iterable[BlobRef]) -> None:
         """Store a model made of another one plus differences."""
         from fedge.tensors.codecs import apply_differences  # needs zstandard, which an inference-only device may lack
 
-        differences = [self._folder.get(step.digest) for step in steps]
+        differences = [self.folder.get(step.digest) for step in steps]
         try:
-            with self._folder.path(base).open("rb") as file, volatile():  # it can be fetched again
-                self._folder.put_as_made(ref.digest, apply_differences(file, differences))
+            with self.folder.path(base).open("rb") as file, volatile():  # it can be fetched again
+                self.folder.put_as_made(ref.digest, apply_differences(file, differences))
         except OSError as error:
             raise StoreError(f"model {base} cannot be read: {error}") from error
 
     async def _fetch_blob(self, ref: BlobRef) -> Path:
-        me = self._identity.device_id
-        return await self._receiver.fetch(
-            ref,
-            chunks=self._topics.model_chunk(ref.digest),
-            wants=self._topics.agent(me, "wants"),
-            device_id=me,
-            patience_s=FETCH_PATIENCE_S,
+        chunks, wants = self.me.topics.model_chunk(ref.digest), self.me.topic("wants")
+        return await self.receiver.fetch(
+            ref, chunks=chunks, wants=wants, device_id=self.me.device_id, patience_s=FETCH_PATIENCE_S
         )
 
     def forget_unneeded(self, needed: set[str]) -> None:
         """Delete models other than those of these digests, except the most recently used."""
-        others = sorted(set(self._folder) - needed, key=lambda digest: self._folder.path(digest).stat().st_mtime_ns)
+        others = sorted(set(self.folder) - needed, key=lambda digest: self.folder.path(digest).stat().st_mtime_ns)
         for digest in others[:-CACHED_MODELS]:
-            self._folder.remove(digest)
+            self.folder.remove(digest)
 
 
 def named_models(orders: Iterable[Order], steps: Steps) -> set[str]:

@@ -167,11 +167,6 @@ class Session:
         """The orders held (waiting, running, reported), oldest first."""
         return tuple(held.order for held in self._held.values())
 
-    @property
-    def idle(self) -> bool:
-        """Nothing is running."""
-        return self._running() is None
-
     def next_wakeup(self) -> float | None:
         """When something is due next, by the clock of `handle`; None: only another event can change anything."""
         times = [held.resend_at for held in self._held.values() if held.phase is Phase.REPORTED]

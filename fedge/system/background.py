@@ -63,26 +63,16 @@ def in_daemon(work: Callable[[], T], orphaned: Callable[[], None] = lambda: None
 
     def run() -> None:
         try:
-            finish = functools.partial(_set_result, done, work())
+            finish: Callable[[], None] = functools.partial(done.set_result, work())
         except Exception as error:  # noqa: BLE001 - whoever waits is told
-            finish = functools.partial(_set_exception, done, error)
+            finish = functools.partial(done.set_exception, error)
         try:
-            loop.call_soon_threadsafe(finish)
+            loop.call_soon_threadsafe(lambda: None if done.done() else finish())
         except RuntimeError:
             orphaned()
 
     threading.Thread(target=run, name="connecting", daemon=True).start()
     return done
-
-
-def _set_result(done: asyncio.Future[T], result: T) -> None:
-    if not done.done():
-        done.set_result(result)
-
-
-def _set_exception(done: asyncio.Future[T], error: Exception) -> None:
-    if not done.done():
-        done.set_exception(error)
 
 
 class Background:

@@ -14,88 +14,71 @@ from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
 from typing import Any, Final, cast
 
-ROOMS: Final = {
-    "coordinator.aggregation": "protection",
-    "coordinator.fleet.mqtt": "fleet.checking fleet.orders fleet.pace fleet.sole fleet.uploads roles",
-    "coordinator.fleet.simulated": "fleet.clock fleet.devices fleet.on_ray ray",
-    "coordinator.methods": "options promises",
-    "coordinator.methods.baselines": (
-        "methods.dbe methods.ditto methods.fedavg methods.fedavgm methods.fedbuff methods.fedper "
-        "methods.fedprox methods.fedrep methods.fedrod methods.lg_fedavg methods.local "
-        "methods.personal_layers"
-    ),
-    "coordinator.methods.papers": (
-        "methods.cfic methods.fedcoe methods.fedepc methods.fedge methods.pm_moe methods.scmoe_pfl"
-    ),
-    "coordinator.methods.parts": (
-        "methods.asynchronous methods.averaging methods.cohort methods.grouping methods.server_optimizer "
-        "methods.unresponsive"
-    ),
-    "coordinator.methods.server": "assembling extractor extractor_training server_data:learning",
-    "coordinator": "ui:page",
-    "coordinator.page": "ui.certificates ui.home_assistant ui.metrics watch_cli:cli",
-    "coordinator.provision": "members",
-    "coordinator.service": "backup_cli:backup checks cli probes proof samples",
-    "coordinator.simulation": "rehearsal",
-    "coordinator.simulation.commands": (
-        "checks_cli:check simulation.cli:simulate simulation.report_cli:report simulation.sample_cli:sample "
-        "simulation.tune_cli:tune"
-    ),
-    "coordinator.simulation.reports": "simulation.outcome simulation.plots simulation.report",
-    "coordinator.store": "blobs control:requests database registry",
-    "coordinator.watch": "runs tracking",
-    "deploy.commands": "cli:infer install_cli:install serve_cli:serve",
-    "deploy.inference": "engines runtime sessions",
-    "deploy.serving": "batching metrics protocol sensor server statistics",
-    "deploy.updates": "answering examination link quality slots trust",
-    "edge_agent.agent": "cli context enrol_cli:enrol outbox session settings uptime workplace",
-    "edge_agent.device": "encoding room worker",
-    "edge_agent.learning": "batched candidates class_means evaluation gate mixture private_model sparsity:profile",
-    "edge_agent.privacy": "masking privacy_ledger:dp_ledger",
-    "edge_agent.steps.descriptions": "steps.describe_labels steps.mean_features steps.profile steps.route steps.trial",
-    "edge_agent.steps.masked": "steps.confirm_sum steps.mask_keys steps.mask_shares steps.train_masked steps.unmask",
-    "edge_agent.steps.mixture": (
-        "steps.fit_candidates steps.fit_energy steps.fit_gate steps.fit_mixture steps.fit_pool "
-        "steps.fit_weights steps.install steps.install_bundle"
-    ),
-    "edge_agent.steps.training": (
-        "steps.share_private steps.train steps.train_dbe steps.train_ditto steps.train_dp steps.train_rod"
-    ),
-    "fedge": "config:settings",
-    "fedge.bundle": "calibration energies fusion:formula onnx_wire:graph_reader ort:runtime",
-    "fedge.commands": "broker cli doctor egress_cli:egress new",
-    "fedge.data": "images labels npz preprocess:preprocessing scaling table:tables task validation",
-    "fedge.identity": "certificates tls",
-    "fedge.membership": "credentials kit mosquitto:broker_configuration renewal sealed:signed_messages",
-    "fedge.models": "weights",
-    "fedge.privacy": "egress ledger masking:masked_sums shamir:shares",
-    "fedge.steps": "divergence sgd step:contract",
-    "fedge.steps.descriptions": "steps.describe_labels steps.mean_features steps.profile steps.route steps.trial",
-    "fedge.steps.masked": "steps.confirm_sum steps.mask_keys steps.mask_shares steps.train_masked steps.unmask",
-    "fedge.steps.mixture": (
-        "steps.fit_candidates steps.fit_energy steps.fit_gate steps.fit_mixture steps.fit_pool "
-        "steps.fit_weights steps.install steps.install_bundle"
-    ),
-    "fedge.steps.training": (
-        "steps.share_private steps.train steps.train_dbe steps.train_ditto steps.train_dp steps.train_rod"
-    ),
-    "fedge.system": (
-        "background child files loading logs malloc notify:systemd processor:hardware "
-        "sensors:hardware service:systemd stopping tether text"
-    ),
-    "fedge.tensors": "codec:codecs fixed_point",
-    "fedge.wire": "messages openmetrics port retained rollout topics transfer transport",
-    "fedge.wire.connection": "mqtt_client:paho reasons route",
-}
-"""New room -> the modules that it took in from its package; `old:new` where the name changed, too."""
+ROOMS: Final = """\
+coordinator.aggregation protection
+coordinator.fleet.mqtt roles fleet. checking orders pace sole uploads
+coordinator.fleet.simulated ray fleet. clock devices on_ray
+coordinator.methods options promises
+coordinator.methods.baselines methods. dbe ditto fedavg fedavgm fedbuff fedper fedprox fedrep fedrod lg_fedavg local
+coordinator.methods.baselines methods. personal_layers
+coordinator.methods.papers methods. cfic fedcoe fedepc fedge pm_moe scmoe_pfl
+coordinator.methods.parts methods. asynchronous averaging cohort grouping server_optimizer unresponsive
+coordinator.methods.server assembling extractor extractor_training server_data:learning
+coordinator ui:page
+coordinator.page watch_cli:cli ui. certificates home_assistant metrics
+coordinator.provision members
+coordinator.service backup_cli:backup checks cli probes proof samples
+coordinator.simulation rehearsal
+coordinator.simulation.commands checks_cli:check simulation. cli:simulate report_cli:report sample_cli:sample
+coordinator.simulation.commands simulation. tune_cli:tune
+coordinator.simulation.reports simulation. outcome plots report
+coordinator.store blobs control:requests database registry
+coordinator.watch runs tracking
+deploy.commands cli:infer install_cli:install serve_cli:serve
+deploy.inference engines runtime sessions
+deploy.serving batching metrics protocol sensor server statistics
+deploy.updates answering examination link quality slots trust
+edge_agent.agent cli context enrol_cli:enrol outbox session settings uptime workplace
+edge_agent.device encoding room worker
+edge_agent.learning batched candidates class_means evaluation gate mixture private_model sparsity:profile
+edge_agent.privacy masking privacy_ledger:dp_ledger
+edge_agent.steps.descriptions steps. describe_labels mean_features profile route trial
+edge_agent.steps.masked steps. confirm_sum mask_keys mask_shares train_masked unmask
+edge_agent.steps.mixture steps. fit_candidates fit_energy fit_gate fit_mixture fit_pool fit_weights install
+edge_agent.steps.mixture steps. install_bundle
+edge_agent.steps.training steps. share_private train train_dbe train_ditto train_dp train_rod
+fedge config:settings
+fedge.bundle calibration energies fusion:formula onnx_wire:graph_reader ort:runtime
+fedge.commands broker cli doctor egress_cli:egress new
+fedge.data images labels npz preprocess:preprocessing scaling table:tables task validation
+fedge.identity certificates tls
+fedge.membership credentials kit mosquitto:broker_configuration renewal sealed:signed_messages
+fedge.models weights
+fedge.privacy egress ledger masking:masked_sums shamir:shares
+fedge.steps divergence sgd step:contract
+fedge.steps.descriptions steps. describe_labels mean_features profile route trial
+fedge.steps.masked steps. confirm_sum mask_keys mask_shares train_masked unmask
+fedge.steps.mixture steps. fit_candidates fit_energy fit_gate fit_mixture fit_pool fit_weights install install_bundle
+fedge.steps.training steps. share_private train train_dbe train_ditto train_dp train_rod
+fedge.system background child files loading logs malloc notify:systemd processor:hardware sensors:hardware
+fedge.system service:systemd stopping tether text
+fedge.tensors codec:codecs fixed_point
+fedge.wire messages openmetrics port retained rollout topics transfer transport
+fedge.wire.connection mqtt_client:paho reasons route
+"""
+"""New room, and the modules that it took in from its package: `old:new` where the name changed, too. A word that ends
+in a dot says which room of that time had the modules after it."""
 
 
 def _places() -> Iterator[tuple[str, str]]:
-    for room, modules in ROOMS.items():
-        package = room.split(".")[0]
-        for module in modules.split():
-            old, _, new = module.partition(":")
-            yield f"{package}.{old}", f"{room}.{new or old.rpartition('.')[2]}"
+    for room, *words in map(str.split, ROOMS.splitlines()):
+        before = f"{room.split('.')[0]}."
+        for word in words:
+            if word.endswith("."):
+                before = f"{room.split('.')[0]}.{word}"
+            else:
+                old, _, new = word.partition(":")
+                yield before + old, f"{room}.{new or old}"
 
 
 NEW: Final = dict(_places())

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Final, NamedTuple, TypeVar
+from typing import Annotated, Any, BinaryIO, Final, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -22,9 +22,6 @@ from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
 from fedge.errors import ConfigError, ProtocolError
-
-if TYPE_CHECKING:
-    pass
 
 N = TypeVar("N", bound=np.generic)
 

@@ -14,13 +14,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from edge_agent.agent.events import Events
+from edge_agent.agent.identity import Member
 from fedge.errors import TransportError
-from fedge.membership.signed_messages import Plain, Signed
-from fedge.privacy.egress import Rules
 from fedge.system.text import in_words
 from fedge.wire.messages import Context, Report, Status, encode
-from fedge.wire.topics import Topics
 from fedge.wire.transport import Transport
 
 YIELD_BASE_S: Final = 30.0
@@ -52,36 +49,21 @@ def yield_s(times: int, draw: float) -> float:
     return min(YIELD_CAP_S, YIELD_BASE_S * 2.0 ** min(times - 1, 16)) * (1 + draw) / 2
 
 
+@dataclass(eq=False)
 class Voice:
     """Speaks as one device.
 
     Args:
-        device_id: of the device.
-        topics: of the federation.
+        me: the device.
         transport: to the broker.
-        signed: seals each message.
-        rules: what may leave, by the device's owner.
-        events: told of what happens.
         after_silence: called when it may speak again, after a while of silence.
     """
 
-    def __init__(
-        self,
-        device_id: str,
-        topics: Topics,
-        transport: Transport,
-        signed: Signed | Plain,
-        rules: Rules,
-        events: Events,
-        after_silence: Callable[[], None],
-    ) -> None:
-        self._device_id = device_id
-        self._topics = topics
-        self._transport = transport
-        self._signed = signed
-        self._rules = rules
-        self._events = events
-        self._after_silence = after_silence
+    me: Member
+    transport: Transport
+    after_silence: Callable[[], None]
+
+    def __post_init__(self) -> None:
         self._outgoing: dict[str, tuple[str, bytes, bool]] = {}  # key -> topic, payload, retain
         self._sent: Counter[str] = Counter()  # how often the broker has taken each unanswered report, by order
         self._something_waits = asyncio.Event()
@@ -99,8 +81,8 @@ class Voice:
             return
         leaf = {Status: "status", Context: "context", Report: "reports"}[type(message)]
         key = message.order_id if isinstance(message, Report) else leaf
-        topic = self._topics.agent(self._device_id, leaf)
-        self._outgoing[key] = (topic, encode(self._rules.stripped(message)), isinstance(message, Status))
+        payload = encode(self.me.rules.stripped(message))
+        self._outgoing[key] = (self.me.topic(leaf), payload, isinstance(message, Status))
         self._something_waits.set()
 
     def forget(self, order_id: str) -> None:
@@ -121,13 +103,13 @@ class Voice:
                 key = next(iter(self._outgoing))
                 topic, payload, retain = self._outgoing.pop(key)
                 try:
-                    await self._transport.publish(topic, self._signed.seal(topic, payload), retain=retain)
+                    await self.transport.publish(topic, self.me.signed.seal(topic, payload), retain=retain)
                     if unanswered(key):
                         self._sent[key] += 1
                 except TransportError as error:
                     # The broker's rules forbid this one; important messages are repeated, and the operator sees the
                     # reason.
-                    self._events.say("publish_refused", logging.ERROR, topic=topic, detail=str(error))
+                    self.me.events.say("publish_refused", logging.ERROR, topic=topic, detail=str(error))
 
     def give_way(self, incarnation: str) -> None:
         """Say nothing as this device for a while: another process does, which came later."""
@@ -137,7 +119,7 @@ class Voice:
         since = time.time() if before is None or before.incarnation != incarnation else before.since
         self._twin = Twin(incarnation, since, now, 1 if before is None else before.times + 1)
         wait = yield_s(self._twin.times, random.SystemRandom().random())
-        self._events.say(
+        self.me.events.say(
             "twin",
             logging.ERROR,
             incarnation=incarnation,
@@ -147,7 +129,7 @@ class Voice:
         )
         self.end_silence()
         self._outgoing.clear()
-        self._silence = asyncio.get_running_loop().call_later(wait, self._after_silence)
+        self._silence = asyncio.get_running_loop().call_later(wait, self.after_silence)
 
     def end_silence(self) -> None:
         """Speak again, without what was to follow."""
