@@ -15,11 +15,13 @@ import numpy as np
 
 from coordinator.methods.baselines.personal_layers import PersonalLayers, PersonalState
 from fedge.steps.training.train import Train
-from fedge.tensors.layout import HEAD, Layout, Model, Selector, TensorInfo, Tensors
+from fedge.tensors.layout import HEAD, Layout, Model, Selector, TensorInfo
 
 if TYPE_CHECKING:
     from edge_agent.device.device import Device
+    from edge_agent.steps.training.frame import Learned
     from fedge.steps.contract import Result
+    from fedge.tensors.layers import Layers
 
 OWN, MIX = "own", "mix"
 SHARE, RATE, SPREAD, LAST, MOST = 0.8, 1.0, 0.1, 10, 100
@@ -55,25 +57,27 @@ class FedAla(PersonalLayers[PersonalState]):
 
 def run(device: Device, action: TrainAla) -> Result:
     """The device half, in the frame that all training steps share."""
-    from edge_agent.steps.training import train
+    from edge_agent.steps.training.frame import train
 
-    return train.train(device, action, lambda w, mine: learn(device, action, w, mine))
+    return train(device, action, lambda w, mine: learn(device, action, w, mine))
 
 
-def learn(device: Device, action: TrainAla, w: Model, mine: Tensors | None) -> tuple[Model, Tensors]:
+def learn(device: Device, action: TrainAla, w: Model, mine: Layers | None) -> Learned:
     """The trained model, and its head with W."""
+    from edge_agent.steps.training.frame import Learned
     from fedge.models.training import Trainer
 
     network, (x, y), sgd = device.network, device.data.shared, action.sgd
     head = network.slice_of("head")
     mix = np.full_like(w.params[head], FRESH) if mine is None else mixture(device, action, w, mine)
-    network.load(w if mine is None else overlay(w, {OWN: mine[OWN], MIX: mix}, network.layout))
+    network.load(w if mine is None else mixed(w, mine[OWN], mix, head))
     Trainer(network, x, y, sgd, device.rng()).run(sgd.steps_for(len(y)), device.stop)
     trained = network.dump()
-    return trained, {OWN: trained.params[head].copy(), MIX: mix}
+    kept = np.concatenate([mix, trained.params[head]])
+    return Learned(trained, Model(kept, trained.buffers[:0], trained.counters[:0]))
 
 
-def mixture(device: Device, action: TrainAla, w: Model, mine: Tensors) -> np.ndarray:
+def mixture(device: Device, action: TrainAla, w: Model, mine: Layers) -> np.ndarray:
     """W, learned from where it was, at first from ones."""
     import torch
 
@@ -88,7 +92,7 @@ def mixture(device: Device, action: TrainAla, w: Model, mine: Tensors) -> np.nda
     losses: list[float] = []
     for _ in range(MOST if first else 1):
         for batch in np.array_split(chosen, max(1, len(chosen) // action.sgd.batch_size)):
-            network.load(overlay(w, {OWN: own, MIX: mix}, network.layout))
+            network.load(mixed(w, own, mix, head))
             network.gradient.zero_()
             inputs, labels = (tensor(each[batch], network.processor) for each in (x, y))
             network.backward(cross_entropy, inputs, labels)
@@ -101,10 +105,13 @@ def mixture(device: Device, action: TrainAla, w: Model, mine: Tensors) -> np.nda
     return np.asarray(mix, np.float32)
 
 
-def overlay(model: Model, kept: Tensors, layout: Layout) -> Model:
-    """The global model whose head is own + (global - own) W; its own head as it is before there is a W."""
+def overlay(model: Model, kept: Layers, layout: Layout) -> Model:
+    """The global model with the mixed head."""
+    return mixed(model, kept[OWN], kept[MIX], slice(-layout.select(HEAD).n_params, None))
+
+
+def mixed(model: Model, own: np.ndarray, mix: np.ndarray, head: slice) -> Model:
+    """The model whose head is own + (its - own) W; its own head as it is before there is a W."""
     params = model.params.copy()
-    head = slice(len(params) - layout.select(HEAD).n_params, None)
-    mix = np.maximum(kept[MIX], 0)
-    params[head] = kept[OWN] + (params[head] - kept[OWN]) * mix
+    params[head] = own + (params[head] - own) * np.maximum(mix, 0)
     return Model(params, model.buffers, model.counters)

@@ -32,7 +32,7 @@ from coordinator.methods.parts.averaging import average
 from coordinator.methods.parts.cohort import NO_CLUSTERS, SELECTIONS, train_cohort
 from coordinator.methods.promises import SHARED
 from coordinator.methods.rounds import round_done
-from fedge.steps.contract import Declined, Result, Reveals
+from fedge.steps.contract import Result, Reveals
 from fedge.steps.training.train import Start, Train, Trained
 from fedge.tensors.layout import BASE, HEAD, Layout, Model, TensorInfo, unflatten
 from fedge.wire.messages import BlobRef
@@ -168,16 +168,17 @@ def run(device: Device, action: TrainPac) -> Result:
     import torch
 
     from edge_agent.learning.evaluation import Look
-    from edge_agent.steps.training.train import report
+    from edge_agent.steps.training.frame import Begun, Learned, begin, finish
     from fedge.models import network as models
     from fedge.models.training import Trainer, cross_entropy
     from fedge.tensors import codecs as codec
     from fedge.tensors.layout import Codec
 
-    if not device.data.n_shared:
-        return Declined()
+    begun = begin(device, action)
+    if not isinstance(begun, Begun):
+        return begun
     (x, y), network, sgd, rng = device.data.shared, device.network, action.sgd, device.rng()
-    start = device.model(action.starts[0].model)
+    start = begun.start
     h, v, _, _ = statistics(network.features(start, x), y, device.task.n_classes)
     Trainer(network, x, y, sgd, rng, moves="head").run(msgspec.structs.replace(sgd, epochs=1).steps_for(len(y)))
     head = models.head_of(network.module, network.layout)
@@ -186,12 +187,11 @@ def run(device: Device, action: TrainPac) -> Result:
         means = torch.tensor([own or unknown for own in action.means], device=network.processor)
         loss = partial(near, means=means) if action.means else cross_entropy
         Trainer(network, x, y, sgd, rng, loss=loss, moves="base").run(sgd.steps_for(len(y)), device.stop)
-    update, trained = network.change(start), network.dump()
+    trained = network.dump()
     _, _, own, counts = statistics(network.features(trained, x), y, device.task.n_classes)
     told = {"h": h, "v": v, "means": own, "counts": counts}
-    result = report(device, action, action.starts[0], Look(None), None, update)
     data = codec.encode({name: array.astype(np.float32) for name, array in told.items()}, Codec.FLOAT32)
-    return TrainedPac(**msgspec.structs.asdict(result), statistics=device.send(data))
+    return finish(begun, Learned(trained, told={"statistics": device.send(data)}), Look(None), None)
 
 
 @contextmanager

@@ -29,7 +29,8 @@ from fedge.steps.contract import Failed, Steps, device_half
 from fedge.steps.mixture.install import Installed
 from fedge.system.files import digest_of, highest_release, remove_unread
 from fedge.system.stopping import Stop, never
-from fedge.tensors.layout import Codec, Model, flatten, from_bytes, to_bytes, unflatten
+from fedge.tensors.layers import Layers
+from fedge.tensors.layout import Codec, Model, flatten, to_bytes, unflatten, views_of
 from fedge.wire.messages import BlobRef, Order, Why
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from fedge.models.training import Network
     from fedge.tasks import DeviceData
     from fedge.tensors.codecs import Norms
-    from fedge.tensors.layout import Layout, Tensors
+    from fedge.tensors.layout import Layout
 
 log = logging.getLogger("fedge.agent")
 
@@ -232,8 +233,8 @@ class Device:
             return kept.model
         return _plainly(self.blobs.pop(ref.digest), ref.codec, self.layout)
 
-    def keep(self, tensors: Tensors, *, shareable: bool = False) -> None:
-        """Keep tensors on the device, for later rounds of this step and for the bundle.
+    def keep(self, layers: Layers, *, shareable: bool = False) -> None:
+        """Keep layers on the device, for later rounds of this step and for the bundle.
 
         `shareable`: whether they learned from D_L alone, so that the owner may let them leave.
 
@@ -243,7 +244,7 @@ class Device:
         if self._keeps:
             raise FailedError("a step keeps tensors once in an order: give all of them to one call of device.keep")
         self._keeps = True
-        kept = Kept(step=self.order.step, tensors=to_bytes(tensors), shareable=shareable)
+        kept = Kept(step=self.order.step, tensors=to_bytes(layers.tensors()), shareable=shareable)
         self.files.write(PERSONAL, msgspec.msgpack.encode(kept))
 
     def may_share_kept(self) -> bool:
@@ -251,7 +252,7 @@ class Device:
         data = self.files.read(PERSONAL)
         return data is not None and decoded(data, Kept).shareable
 
-    def kept(self, step: str, layout: Layout, *, before: int | None = None) -> Tensors | None:
+    def kept(self, step: str, layout: Layout, *, before: int | None = None) -> Layers | None:
         """What a training step of this name kept last, up to this round or before another; None: nothing.
 
         Raises:
@@ -265,12 +266,10 @@ class Device:
         found = decoded(data, Kept)
         if found.step != step:
             raise FailedError(f"step {found.step} kept something here, the order speaks of {step}")
-        tensors = from_bytes(found.tensors)
-        flatten(tensors, layout)  # refuses other tensors
-        return tensors
+        return Layers(layout, flatten(views_of(found.tensors), layout))
 
-    def overlaid(self, step: str, model: Model, kept: Tensors | None) -> Model:
-        """One network that predicts what `model` and the kept tensors of a training step predict together."""
+    def overlaid(self, step: str, model: Model, kept: Layers | None) -> Model:
+        """One network that predicts what `model` and what a training step kept predict together."""
         return model if kept is None else overlay(self.steps, step, model, kept, self.layout)
 
     # ------------------------------------------------------------------------------------------------------ bundles
@@ -326,7 +325,7 @@ def prune_bundles(home: Path) -> None:
                 remove_unread(folder)
 
 
-def overlay(steps: Steps, step: str, model: Model, kept: Tensors, layout: Layout) -> Model:
+def overlay(steps: Steps, step: str, model: Model, kept: Layers, layout: Layout) -> Model:
     """Combine a model with what a training step kept, by the step's device half.
 
     Raises:

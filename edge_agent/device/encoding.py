@@ -17,7 +17,8 @@ from edge_agent.device.room import Room
 from fedge.errors import ProtocolError
 from fedge.system.files import digest_of
 from fedge.tensors import codecs
-from fedge.tensors.layout import Codec, Layout, Model, Tensors, flatten, unflatten
+from fedge.tensors.layers import cut
+from fedge.tensors.layout import Codec, Layout, Model, Tensors, unflatten
 from fedge.wire.messages import BlobRef
 
 _room: ContextVar[Room | None] = ContextVar("room", default=None)
@@ -53,22 +54,17 @@ def send_update(device: Device, update: Model, part: Layout, codec_: Codec) -> B
     """
     room = _room.get()
     number, device.n_updates = device.n_updates, device.n_updates + 1
+    own = cut(update, device.layout, part)
     if codec_ is Codec.FLOAT32 and room is not None:
-        kept = update if part == device.layout else flatten(_part(device, update, part), part)
-        return _keep(device, kept, part, room, number)
-    own = _part(device, update, part)
-    if codec_ is Codec.TOP:
-        return device.send(_with_what_waited(device, flatten(own, part), part, number), codec_)
+        return _keep(device, own, part, room, number)
     try:
-        data = codecs.encode(own, codec_, {info.name for info in part.of_kind("buffer")})
+        if codec_ is Codec.TOP:
+            data = _with_what_waited(device, own, part, number)
+        else:
+            data = codecs.encode(unflatten(own, part), codec_, {info.name for info in part.of_kind("buffer")})
     except codecs.NotFiniteError as error:
         raise ProtocolError("not-finite", f"training diverged: {error}") from error
     return device.send(data, codec_)
-
-
-def _part(device: Device, update: Model, part: Layout) -> Tensors:
-    tensors = unflatten(update, device.layout)
-    return {info.name: tensors[info.name] for info in part.tensors}
 
 
 def _keep(device: Device, update: Model, part: Layout, room: Room, number: int) -> BlobRef:

@@ -215,10 +215,11 @@ class Worker:
         data = newest(runs[-1] / PERSONAL) if runs else None
         if data is None:
             return model
-        from fedge.tensors.layout import from_bytes
+        from fedge.tensors.layers import layers_of
+        from fedge.tensors.layout import views_of
 
-        kept = decoded(data, Kept)
-        return overlay(self.steps, kept.step, model, from_bytes(kept.tensors), self.network.layout)
+        kept, layout = decoded(data, Kept), self.network.layout
+        return overlay(self.steps, kept.step, model, layers_of(views_of(kept.tensors), layout), layout)
 
 
 def sendable(result: Any, device: Device, action: Action) -> Result:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -12,10 +13,33 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fedge.models.training import CHUNK, PADDING, Loss
+from edge_agent.device.device import Device
+from fedge.models import network as models
+from fedge.models.training import CHUNK, PADDING, Loss, Network, Stack, padded, tensor
 
 MOST_SAMPLES: Final = CHUNK
 """Of a device, for its means: one forward pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class NearClassMeans:
+    """The objective of training (`edge_agent.steps.training.frame.Recipe`) with this weight of the second term."""
+
+    weight: float
+
+    @contextmanager
+    def __call__(self, learns: Network | Stack, devices: Sequence[Device]) -> Iterator[Loss]:
+        """Context with the loss, to which each device's means are given, as its present weights make them."""
+        drawn = [first_drawn(*device.data.shared, device.rng()) for device in devices]
+        x, y = (tensor(own, learns.processor) for own in (padded(drawn) if isinstance(learns, Stack) else drawn[0]))
+        with torch.inference_mode():
+            means = class_means(learns.features_of(x), y, devices[0].task.n_classes)
+        learns.given = (means.clone(),)
+        try:
+            with near_class_means(models.head_of(learns.module, learns.layout), self.weight) as loss:
+                yield loss
+        finally:
+            learns.given = ()
 
 
 def first_drawn(

@@ -31,12 +31,14 @@ from msgspec import Meta, Struct
 
 from coordinator.methods.baselines.personal_layers import PersonalLayers, PersonalState
 from fedge.steps.training.train import Train
-from fedge.tensors.layout import Layout, Model, Selector, Tensors, overlaid, unflatten
+from fedge.tensors.layout import Layout, Model, Selector
 from fedge.wire.messages import Count
 
 if TYPE_CHECKING:
     from edge_agent.device.device import Device
+    from edge_agent.steps.training.frame import Learned
     from fedge.steps.contract import Result
+    from fedge.tensors.layers import Layers
 
 Positive = Annotated[float, Meta(gt=0)]
 
@@ -91,13 +93,14 @@ class PFedMe(PersonalLayers[PersonalState]):
 
 def run(device: Device, action: TrainPFedMe) -> Result:
     """The device half, in the frame that all training steps share."""
-    from edge_agent.steps.training import train
+    from edge_agent.steps.training.frame import train
 
-    return train.train(device, action, lambda w, _: learn(device, action, w))
+    return train(device, action, lambda w, _: learn(device, action, w))
 
 
-def learn(device: Device, action: TrainPFedMe, w: Model) -> tuple[Model, Tensors]:
-    """(w_{i,R}, theta_{i,R}) from the global model w."""
+def learn(device: Device, action: TrainPFedMe, w: Model) -> Learned:
+    """w_{i,R}, of which the change is sent, and theta_{i,R}, which is kept, from the global model w."""
+    from edge_agent.steps.training.frame import Learned
     from fedge.models.training import Trainer, batches
 
     network, (x, y), rng = device.network, device.data.shared, device.rng()
@@ -110,9 +113,9 @@ def learn(device: Device, action: TrainPFedMe, w: Model) -> tuple[Model, Tensors
         Trainer(network, x[batch], y[batch], sgd, rng, anchor=params).run(action.inner_steps, device.stop)  # Eq. 7
         theta = network.dump()
         params = params - action.outer_rate * action.moreau_lambda * (params - theta.params)  # line 8
-    return Model(params, theta.buffers, theta.counters), unflatten(theta, network.layout)
+    return Learned(Model(params, theta.buffers, theta.counters), kept=theta)
 
 
-def overlay(model: Model, kept: Tensors, layout: Layout) -> Model:
+def overlay(model: Model, kept: Layers, layout: Layout) -> Model:  # noqa: ARG001 - the signature of all steps
     """What a device predicts with: theta, in place of the model that it is served."""
-    return overlaid(model, kept, layout)
+    return kept.model

@@ -29,9 +29,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from fedge.data.task import TaskSpec
-from fedge.errors import ConfigError
+from fedge.errors import ConfigError, ProtocolError
 from fedge.models import build
 from fedge.models import network as models
+from fedge.models.optimizer import Momentum, Optimizer
 from fedge.steps.sgd import Sgd
 from fedge.system.hardware import Processor
 from fedge.system.stopping import StoppedError, never
@@ -84,7 +85,10 @@ def seeded(seed: int, processor: torch.device = CPU) -> Iterator[None]:
 
 
 class Network:
-    """The task's network. Its trainable tensors are views of `weights`, (d,); their gradients, views of `gradient`."""
+    """The task's network. Its trainable tensors are views of `weights`, (d,); their gradients, views of `gradient`.
+
+    `given`: tensors that the loss gets beside a batch.
+    """
 
     def __init__(self, task: TaskSpec, processor: torch.device = CPU) -> None:
         self.task = task
@@ -107,10 +111,11 @@ class Network:
         self._buffers, self._counters = (
             [others[info.name] for info in self.layout.of_kind(kind)] for kind in ("buffer", "counter")
         )
+        self.given: tuple[Tensor, ...] = ()
 
     def backward(self, loss: Loss, x: Tensor, y: Tensor) -> None:
         """Add the gradient of the loss to `gradient`."""
-        loss(self.module, x, y).backward()  # type: ignore[no-untyped-call]
+        loss(self.module, x, y, *self.given).backward()  # type: ignore[no-untyped-call]
 
     def outputs(self, x: Tensor) -> Tensor:
         """Logits (b, C) of inputs (b, ...)."""
@@ -139,21 +144,24 @@ class Network:
                 start = end
         _evaluating(self.module)
 
+    def present(self) -> Model:
+        """The weights as they are, finite or not: a view that later training changes."""
+        return Model(
+            params=self.weights.cpu().numpy(),
+            buffers=np.concatenate([np.zeros(0, np.float32), *(own.cpu().numpy().ravel() for own in self._buffers)]),
+            counters=np.concatenate([np.zeros(0, np.int64), *(own.cpu().numpy().ravel() for own in self._counters)]),
+        )
+
     def dump(self) -> Model:
         """The weights as a new model.
 
         Raises:
             ProtocolError: `not-finite`, training diverged.
         """
-        return models.dump(self.module, self.layout)
-
-    def change(self, start: Model) -> Model:
-        """The weights minus those of the start model, finite or not; buffers and counters unchanged."""
-        return Model(
-            params=self.weights.cpu().numpy() - start.params,
-            buffers=np.concatenate([np.zeros(0, np.float32), *(own.cpu().numpy().ravel() for own in self._buffers)]),
-            counters=np.concatenate([np.zeros(0, np.int64), *(own.cpu().numpy().ravel() for own in self._counters)]),
-        )
+        now = self.present()
+        if not (np.isfinite(now.params).all() and np.isfinite(now.buffers).all()):
+            raise ProtocolError("not-finite", "a tensor holds NaN or infinity")
+        return Model(now.params.copy(), now.buffers, now.counters)
 
     def logits(self, model: Model, x: NDArray[np.float32]) -> NDArray[np.float64]:
         """Logits (n, C) of a model for inputs (n, ...), in evaluation mode."""
@@ -173,11 +181,16 @@ class Network:
         """
         self.load(model)
         with torch.inference_mode():
-            parts = [
-                models.features_and_logits(self.module, chunk, self.layout)[0]
-                for chunk in torch.split(tensor(x, self.processor), CHUNK)
-            ]
+            parts = [self.features_of(chunk) for chunk in torch.split(tensor(x, self.processor), CHUNK)]
         return np.asarray(torch.cat(parts).cpu().numpy(), np.float64)
+
+    def features_of(self, x: Tensor) -> Tensor:
+        """The head's input for the present weights, (b, D).
+
+        Raises:
+            ConfigError: the network has no head.
+        """
+        return models.features_and_logits(self.module, x, self.layout)[0]
 
 
 class Stack:
@@ -212,7 +225,7 @@ class Stack:
         """Add the gradients of each model's loss to its row of `gradient`."""
         self._call(Objective(self.module, loss), "module.", x, y, *self.given).sum().backward()  # type: ignore[no-untyped-call]
 
-    def features(self, x: Tensor) -> Tensor:
+    def features_of(self, x: Tensor) -> Tensor:
         """The heads' inputs, (n, b, D).
 
         Raises:
@@ -230,11 +243,10 @@ class Stack:
         out: Tensor = torch.vmap(lambda own, *xs: functional_call(module, own, xs))(rows, *inputs)
         return out
 
-    def changes(self, starts: Sequence[Model]) -> list[Model]:
-        """Each row's weights minus those of its start model; not necessarily finite."""
+    def present(self) -> list[Model]:
+        """The models as they are, finite or not: views that later training changes."""
         nothing = np.zeros(0, np.float32), np.zeros(0, np.int64)
-        rows = zip(self.weights.cpu().numpy(), starts, strict=True)
-        return [Model(row - start.params, *nothing) for row, start in rows]
+        return [Model(row, *nothing) for row in self.weights.cpu().numpy()]
 
 
 class Objective(nn.Module):
@@ -447,14 +459,9 @@ class Trainable(Protocol):
 class Trainer:
     """A run of SGD from the present weights of a network or stack; each `run` continues the previous one.
 
-    v <- momentum * v + gradient of the batch's mean loss + mu * (w - anchor) + weight_decay * w;
-    w <- w - learning_rate * v.
-
-    During a run, v is kept in the network's `gradient`: the backward pass adds to momentum * v instead of to zeros. The
-    numbers are the same; a step of `cnn_fedavg`, batch 10, takes 9.0 instead of 9.6 ms of one processor.
-
     `loss`: default cross-entropy; `moves`: the part of the weights that learns; `anchor`: (d,) the weights that the
-    proximal term pulls towards, by default the present ones.
+    proximal term pulls towards, by default the present ones. `optimizer`: of that part; by default SGD with momentum
+    (`fedge.models.optimizer.Momentum`).
 
     Batches of one sample have no variance: batch normalisation then uses its running statistics and leaves them
     unchanged.
@@ -474,18 +481,21 @@ class Trainer:
         loss: Loss = cross_entropy,
         moves: Part = "all",
         anchor: NDArray[np.float32] | None = None,
+        optimizer: Optimizer | None = None,
     ) -> None:
         self._network = network
         self._loss = loss
         self._moves = network.slice_of(moves)
-        self._x, self._y, self._sgd = tensor(x, network.processor), tensor(y, network.processor), sgd
+        self._x, self._y = tensor(x, network.processor), tensor(y, network.processor)
         self._batches = batches(len(y), sgd.batch_size, rng) if isinstance(rng, np.random.Generator) else rng
         self._of_one = not isinstance(network, Stack) and min(len(y), sgd.batch_size) == 1
-        self._velocity: Tensor | None = None  # at rest
-        self._anchor = None
-        if sgd.proximal_mu:
-            start = network.weights.clone() if anchor is None else tensor(anchor, network.processor)
-            self._anchor = start[..., self._moves]
+        self._gradient: Tensor | None = None  # as the last run left it
+        self._optimizer = optimizer or Momentum(sgd, self._anchored(anchor) if sgd.proximal_mu else None)
+
+    def _anchored(self, anchor: NDArray[np.float32] | None) -> Tensor:
+        network = self._network
+        weights = network.weights.clone() if anchor is None else tensor(anchor, network.processor)
+        return weights[..., self._moves]
 
     def run(self, steps: int, stop: Callable[[], bool] = never) -> None:
         """Take some steps and leave the network in evaluation mode.
@@ -501,27 +511,20 @@ class Trainer:
         if self._of_one:
             for layer in network.module.modules():
                 layer.train(not isinstance(layer, _BATCH_NORMS) and layer.training)
-        if self._velocity is None:
+        if self._gradient is None:
             network.gradient.zero_()
         else:
-            network.gradient.copy_(self._velocity)
+            network.gradient.copy_(self._gradient)
+        weights, gradient = network.weights[..., self._moves], network.gradient[..., self._moves]
         for _ in range(steps):
             if stop():
                 raise StoppedError
             batch = torch.from_numpy(next(self._batches))
-            network.gradient.mul_(self._sgd.momentum)
+            self._optimizer.begin(gradient)
             network.backward(self._loss, self._x[batch], self._y[batch])
-            self._step()
-        self._velocity = network.gradient.clone()
+            self._optimizer.step(weights, gradient)
+        self._gradient = network.gradient.clone()
         network.module.eval()
-
-    def _step(self) -> None:
-        weights, velocity = self._network.weights[..., self._moves], self._network.gradient[..., self._moves]
-        if self._anchor is not None:
-            velocity.add_(weights - self._anchor, alpha=self._sgd.proximal_mu)
-        if self._sgd.weight_decay:
-            velocity.add_(weights, alpha=self._sgd.weight_decay)
-        weights.add_(velocity, alpha=-self._sgd.learning_rate)
 
 
 def mean_loss(network: Network, x: NDArray[np.float32], y: NDArray[np.int64]) -> float:

@@ -12,6 +12,7 @@ from benchmarks.rivals.fedala import FedAla
 from benchmarks.rivals.fedpac import FedPac, global_means, shares, statistics
 from coordinator.methods.settings import MethodSettings
 from coordinator.simulation.rounds import run
+from fedge.tensors.layers import layers_of
 from fedge.tensors.layout import HEAD
 from tests.support.orders import INITIAL, LAYOUT
 from tests.support.simulation import digits, predicted
@@ -47,11 +48,12 @@ def test_fedpac_means_are_weighted_by_counts() -> None:
 def test_fedala_mixes_heads_number_by_number() -> None:
     n = LAYOUT.select(HEAD).n_params
     own, mix = np.zeros(n, np.float32), np.linspace(0, 1, n, dtype=np.float32)
-    mixed = fedala.overlay(INITIAL, {fedala.OWN: own, fedala.MIX: mix}, LAYOUT).params
+    mixed = fedala.overlay(INITIAL, layers_of({fedala.OWN: own, fedala.MIX: mix}, LAYOUT), LAYOUT).params
     np.testing.assert_array_equal(mixed[:-n], INITIAL.params[:-n])
     np.testing.assert_allclose(mixed[-n:], INITIAL.params[-n:] * mix)
     fresh = np.full(n, fedala.FRESH, np.float32)
-    assert not fedala.overlay(INITIAL, {fedala.OWN: own, fedala.MIX: fresh}, LAYOUT).params[-n:].any()
+    kept = layers_of({fedala.OWN: own, fedala.MIX: fresh}, LAYOUT)
+    assert not fedala.overlay(INITIAL, kept, LAYOUT).params[-n:].any()
 
 
 @pytest.mark.parametrize("kind", [FedPac, FedAla])

@@ -15,6 +15,7 @@ from fedge.steps.mixture.install import Installed
 from fedge.system.files import digest_of
 from fedge.tasks import DeviceData
 from fedge.tensors import codecs
+from fedge.tensors.layers import Layers, cut
 from fedge.tensors.layout import Codec, Layout, Model, Selector, Tensors, unflatten
 from fedge.wire.messages import BlobRef, Order, Role
 
@@ -58,6 +59,12 @@ def tensors_of(model: Model, part: Layout, layout: Layout = LAYOUT) -> Tensors:
     """Some tensors of a model."""
     tensors = unflatten(model, layout)
     return {info.name: tensors[info.name] for info in part.tensors}
+
+
+def layers_of(model: Model, selector: Selector) -> Layers:
+    """Some layers of a model of `TASK`."""
+    part = LAYOUT.select(selector)
+    return Layers(part, cut(model, LAYOUT, part))
 
 
 def samples(n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from edge_agent.device.device import Device, FailedError
 from edge_agent.learning.evaluation import logits, metrics
 from edge_agent.steps.mixture.install import install_alone, kept, served
-from edge_agent.steps.training.train import whole
+from edge_agent.steps.training.frame import whole
 from export import Pool, PoolGate
 from export.pool import BIAS, SLOPE, WEIGHT, WIDTHS, pool_reference, usable
 from fedge.bundle.formula import Array
@@ -30,10 +30,11 @@ from fedge.models.training import batches, tensor
 from fedge.steps.mixture.fit_pool import FitPool
 from fedge.steps.mixture.install import Installed
 from fedge.steps.training.train import Train, kept_by
-from fedge.steps.training.train_dbe import OFFSET, TrainDbe
+from fedge.steps.training.train_dbe import TrainDbe
 from fedge.steps.training.train_rod import TrainRod
 from fedge.system.stopping import Stop, StoppedError
-from fedge.tensors.layout import HEAD, Layout, Model, Tensors, flatten, from_bytes, overlaid, unflatten
+from fedge.tensors.layers import Layers, pasted
+from fedge.tensors.layout import HEAD, Layout, Model, Tensors, flatten, from_bytes
 from fedge.wire.messages import Role
 
 log = logging.getLogger("fedge.worker")
@@ -113,50 +114,49 @@ def run(device: Device, action: FitPool) -> Installed:
 # --------------------------------------------------------------------------------------------------------- the pool
 
 
-def modules_of(device: Device, action: FitPool, mine: Tensors) -> Modules:
+def modules_of(device: Device, action: FitPool, mine: Layers) -> Modules:
     """Section 3's table: what the modules of each base are, and what they are combined with."""
     layout, head_layout = device.layout, device.layout.select(HEAD)
     own = kept_by(action.kept_by, action.personal, layout, device.steps)
     found = [_read(device.fetch(ref) if ref else None, own, k) for k, ref in enumerate(action.pool)]
     found[action.own] = mine
-    present = np.array([tensors is not None for tensors in found])
-    tensors = [mine if other is None else other for other in found]
+    present = np.array([layers is not None for layers in found])
+    pool = [mine if other is None else other for other in found]
     weight, bias = (info.name for info in head_layout.tensors)
     nothing = np.zeros(head_layout.tensors[1].shape, np.float32)
     plain = whole(device, action.model, action.personal, mine, action.initial)
-    head = unflatten(plain, layout)
+    head = Layers(layout, plain)
     match action.kept_by:
         case Train.STEP if own == head_layout:
-            zero = {name: np.zeros_like(value) for name, value in tensors[0].items()}
-            return Modules("head", overlaid(plain, zero, layout), _heads(tensors, weight, bias), nothing, present)
+            none = np.zeros_like(mine.model.params)
+            trunk = pasted(plain, Layers(own, Model(none, mine.model.buffers, mine.model.counters)), layout)
+            return Modules("head", trunk, _heads(pool, weight, bias), nothing, present)
         case Train.STEP if own == layout.without(HEAD):
-            models = tuple(overlaid(plain, other, layout) for other in tensors)
+            models = tuple(pasted(plain, other, layout) for other in pool)
             return Modules("base", None, models, np.asarray(head[bias], np.float32), present)
         case TrainRod.STEP:
-            return Modules("head", plain, _heads(tensors, weight, bias), nothing, present)
+            return Modules("head", plain, _heads(pool, weight, bias), nothing, present)
         case TrainDbe.STEP:
-            p = np.stack([other[OFFSET] for other in tensors]).astype(np.float64)
+            p = np.stack([other.model.params for other in pool]).astype(np.float64)
             moved = (p @ np.float64(head[weight]).T).astype(np.float32)  # W P_l: a change of the head's bias
             offsets = tuple({WEIGHT: np.zeros_like(head[weight]), BIAS: bias_l} for bias_l in moved)
             return Modules("head", plain, offsets, nothing, present, vectors=p)
     raise FailedError(f"what step {action.kept_by} keeps cannot be pooled")
 
 
-def _heads(tensors: Sequence[Tensors], weight: str, bias: str) -> tuple[Tensors, ...]:
-    return tuple({WEIGHT: other[weight], BIAS: other[bias]} for other in tensors)
+def _heads(pool: Sequence[Layers], weight: str, bias: str) -> tuple[Tensors, ...]:
+    return tuple({WEIGHT: other[weight], BIAS: other[bias]} for other in pool)
 
 
-def _read(data: bytes | None, layout: Layout, index: int) -> Tensors | None:
+def _read(data: bytes | None, layout: Layout, index: int) -> Layers | None:
     """A received module; None if missing or unfit (section 11)."""
     if data is None:
         return None
     try:
-        tensors = from_bytes(data)
-        flatten(tensors, layout)
+        return Layers(layout, flatten(from_bytes(data), layout))
     except ProtocolError as error:
         log.warning("event=module_refused index=%d name=%s detail=%s", index, error.name, error)
         return None
-    return tensors
 
 
 def _outputs(device: Device, modules: Modules, x: NDArray[np.float32]) -> tuple[Array, Array, Array, Array]:

@@ -8,13 +8,14 @@ from edge_agent.device.device import PERSONAL, Device
 from edge_agent.learning import private_model
 from edge_agent.learning.evaluation import final_prior, logits, metrics, prior
 from edge_agent.learning.mixture import PLAIN, TIE
-from edge_agent.steps.training.train import whole
+from edge_agent.steps.training.frame import whole
 from export import Candidate, GateWeights, Mixture
 from fedge.bundle.formula import calibrated
 from fedge.models.training import Trainer, mean_loss
 from fedge.steps.mixture.install import FineTune, Install, Installed, Served
 from fedge.steps.training.train import kept_by
-from fedge.tensors.layout import Model, Tensors
+from fedge.tensors.layers import Layers
+from fedge.tensors.layout import Model
 from fedge.wire.messages import Role
 
 
@@ -26,7 +27,7 @@ def run(device: Device, action: Install) -> Installed:
     return install_alone(device, model, role, action.method)
 
 
-def kept(device: Device, action: Served) -> Tensors | None:
+def kept(device: Device, action: Served) -> Layers | None:
     """What the run's last training kept here; None: nothing, for example if the device does not know the step."""
     if action.kept_by is None or device.files.read(PERSONAL) is None:
         return None

@@ -32,13 +32,13 @@ class Given(Struct, frozen=True, kw_only=True):
 def run(device: Device, action: SharePrivate) -> Result:
     """The kept module as a blob, clipped and with noise if the order says so."""
     layout = kept_by(action.kept_by, action.personal, device.layout, device.steps)
-    mine = device.kept(action.kept_by, layout)
-    if mine is None:
+    kept = device.kept(action.kept_by, layout)
+    if kept is None:
         return Declined(why=Why.NOTHING_KEPT, reason="this device never trained")
     if not device.may_share_kept():
         return Declined(why=Why.LEARNED_FROM_ALL)
-    if action.clip is not None:
-        mine = clipped(mine, action.clip)
+    module = kept.tensors()
+    mine = module if action.clip is None else clipped(module, action.clip)
     known = device.files.read(GIVEN)
     plain = known is None and not action.noise
     return PrivateShared(module=device.send(to_bytes(mine) if plain else _noisy_once(device, action, mine, known)))
@@ -55,13 +55,12 @@ def clipped(module: Module, clip: float) -> Tensors:
 def noisy(module: Module, deviation: float, rng: np.random.Generator) -> Tensors:
     """The module with N(0, deviation^2) added to every number of its float tensors."""
     return dict(module) | {
-        name: (t + deviation * rng.standard_normal(t.shape)).astype(np.float32)
-        for name, t in sorted(_floats(module).items())
+        name: (t + deviation * rng.standard_normal(t.shape)).astype(np.float32) for name, t in _floats(module).items()
     }
 
 
 def _floats(module: Module) -> dict[str, Floats]:
-    return {name: np.asarray(t, np.float32) for name, t in module.items() if t.dtype == np.float32}
+    return {name: np.asarray(t, np.float32) for name, t in sorted(module.items()) if t.dtype == np.float32}
 
 
 def _noisy_once(device: Device, action: SharePrivate, module: Module, known: bytes | None) -> bytes:

@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from edge_agent.device.device import Device
-from edge_agent.steps.training import train
+from edge_agent.steps.training.frame import Learned, train
 from fedge.models import network as models
 from fedge.models.training import Loss, Trainer, tensor
 from fedge.steps.contract import Result
-from fedge.steps.training.train_dbe import OFFSET, TrainDbe
+from fedge.steps.training.train_dbe import TrainDbe
 from fedge.tensors import codecs
-from fedge.tensors.layout import HEAD, Codec, Floats, Layout, Model, TensorInfo, Tensors, overlaid, unflatten
+from fedge.tensors.layers import Layers
+from fedge.tensors.layout import HEAD, Codec, Floats, Layout, Model, TensorInfo
 
 
 def mean_regularised(head: nn.Linear, offset: Tensor, goal: Tensor, *, kappa: float) -> Loss:
@@ -45,10 +46,10 @@ def mean_regularised(head: nn.Linear, offset: Tensor, goal: Tensor, *, kappa: fl
 def run(device: Device, action: TrainDbe) -> Result:
     """The shared model and the vector, together."""
     goal = global_mean(device.fetch(action.global_mean), device.layout)
-    return train.train(device, action, lambda start, mine: learn(device, action, start, mine, goal))
+    return train(device, action, lambda start, mine: learn(device, action, start, mine, goal))
 
 
-def learn(device: Device, action: TrainDbe, start: Model, mine: Tensors | None, goal: Floats) -> tuple[Model, Tensors]:
+def learn(device: Device, action: TrainDbe, start: Model, mine: Layers | None, goal: Floats) -> Learned:
     """Train the shared model and the offset P together on D_L, n >= 1; P has its own SGD at the same rate.
 
     `mine`: the offset so far; None: zero. `goal`: g (D,), the mean of the features over all devices.
@@ -58,7 +59,8 @@ def learn(device: Device, action: TrainDbe, start: Model, mine: Tensors | None, 
     """
     network, sgd = device.network, action.sgd
     network.load(start)
-    offset = tensor(np.zeros(len(goal), np.float32) if mine is None else mine[OFFSET].copy(), network.processor)
+    before = np.zeros(len(goal), np.float32) if mine is None else mine.model.params.copy()
+    offset = tensor(before, network.processor)
     velocity = torch.zeros_like(offset)
 
     def move(p: Tensor) -> None:
@@ -74,7 +76,8 @@ def learn(device: Device, action: TrainDbe, start: Model, mine: Tensors | None, 
         network, *device.data.shared, sgd, device.rng(), loss=mean_regularised(head, offset, g, kappa=action.kappa)
     )
     trainer.run(sgd.steps_for(device.data.n_shared), device.stop)
-    return network.dump(), {OFFSET: offset.detach().cpu().numpy()}
+    trained = network.dump()
+    return Learned(trained, Model(offset.detach().cpu().numpy(), trained.buffers[:0], trained.counters[:0]))
 
 
 def global_mean(data: bytes, layout: Layout) -> Floats:
@@ -87,9 +90,11 @@ def global_mean(data: bytes, layout: Layout) -> Floats:
     return codecs.decode(data, Codec.FLOAT32, Layout(tensors=(TensorInfo(name="mean", shape=(d,)),))).params
 
 
-def overlay(model: Model, kept: Tensors, layout: Layout) -> Model:
+def overlay(model: Model, kept: Layers, layout: Layout) -> Model:
     """Add the offset to the head: b <- W P + b, in float64."""
-    weight, bias = (info.name for info in layout.select(HEAD).tensors)
-    tensors = unflatten(model, layout) | kept
-    w, p, b = (tensors[name].astype(np.float64) for name in (weight, OFFSET, bias))
-    return overlaid(model, {bias: (w @ p + b).astype(np.float32)}, layout)
+    n_classes, d = layout.select(HEAD).tensors[0].shape
+    n_weights, params = n_classes * d, model.params.copy()
+    head = params[-n_classes * (d + 1) :]
+    w, p, b = (own.astype(np.float64) for own in (head[:n_weights], kept.model.params, head[n_weights:]))
+    head[n_weights:] = w.reshape(n_classes, d) @ p + b
+    return Model(params, model.buffers, model.counters)

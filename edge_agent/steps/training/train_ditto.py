@@ -12,21 +12,22 @@ import msgspec
 
 from edge_agent.device.device import Device
 from edge_agent.learning import private_model
-from edge_agent.steps.training import train
+from edge_agent.steps.training.frame import Learned, train
 from fedge.models.training import Trainer
 from fedge.steps.contract import Result
 from fedge.steps.training.train_ditto import TrainDitto
-from fedge.tensors.layout import Model, Tensors, flatten, unflatten
+from fedge.tensors.layers import Layers, pasted
+from fedge.tensors.layout import Model
 
-overlay = train.overlay
+overlay = pasted
 
 
 def run(device: Device, action: TrainDitto) -> Result:
     """Both models, one after the other."""
-    return train.train(device, action, lambda w, mine: learn(device, action, w, mine))
+    return train(device, action, lambda w, mine: learn(device, action, w, mine))
 
 
-def learn(device: Device, action: TrainDitto, w: Model, mine: Tensors | None) -> tuple[Model, Tensors]:
+def learn(device: Device, action: TrainDitto, w: Model, mine: Layers | None) -> Learned:
     """The shared model trained from w on D_L, and v trained equally long on all training samples. `mine` None: v is w.
 
     Raises:
@@ -34,7 +35,7 @@ def learn(device: Device, action: TrainDitto, w: Model, mine: Tensors | None) ->
     """
     network, data, sgd = device.network, device.data, action.sgd
     trained = private_model.fit(device, w, data.shared, sgd, sgd.steps_for(data.n_shared))
-    before = w if mine is None else flatten(mine, network.layout)
+    before = w if mine is None else mine.model
     network.load(before)
     drawn = msgspec.structs.replace(sgd, proximal_mu=action.proximal_lambda)
     # a separate stream, so that the shared model learns the same whatever is kept
@@ -42,4 +43,4 @@ def learn(device: Device, action: TrainDitto, w: Model, mine: Tensors | None) ->
         Trainer(network, *data.training, drawn, device.rng(1), anchor=w.params).run(
             sgd.steps_for(data.n_train), device.stop
         )
-    return trained, unflatten(private_model.or_before(network.dump, before), network.layout)
+    return Learned(trained, private_model.or_before(network.dump, before))

@@ -12,42 +12,39 @@ from __future__ import annotations
 
 import time
 
+import msgspec
+
 from edge_agent.device.device import Device
-from edge_agent.device.encoding import send_update
+from edge_agent.learning.evaluation import Look
 from edge_agent.privacy.dp_ledger import ROUNDING, Charge, Ledger, Mechanism, noise_for
-from edge_agent.steps.training import train
+from edge_agent.steps.training.frame import Begun, Learned, begin, finish
 from fedge.models.dp_sgd import Clipping, PrivateNetwork, poisson_batches
 from fedge.models.training import Part, Trainer
 from fedge.steps.contract import Declined, Result
-from fedge.steps.training.train_dp import TrainDp, TrainedDp, require_no_statistics, weak_delta
-from fedge.tensors.layout import Model, unflatten
+from fedge.steps.training.train_dp import TrainDp, require_no_statistics, weak_delta
+from fedge.tensors.layers import cut, pasted
+from fedge.tensors.layout import Model
 from fedge.wire.messages import Why
 
 THREADED = True
-overlay = train.overlay
+overlay = pasted
 
 
 def run(device: Device, action: TrainDp) -> Result:
     """Train from the first start and charge the ledger, then report the update."""
-    n = device.data.n_shared
-    if not n:
+    if not device.data.n_shared:
         return Declined(why=Why.NO_DATA)
     require_no_statistics(device.layout)
     ledger, charge = Ledger(device.home), planned(device, action)
     if (reason := over_budget(device, action, ledger, charge)) is not None:
         return Declined(why=Why.BUDGET, reason=reason)
-    layout = action.kept(action.personal, device.layout)
-    mine = device.kept(action.STEP, layout, before=device.order.round) if layout else None
-    start = train.whole(device, action.starts[0].model, action.personal, mine, action.initial)
-    learn(device, action, start, charge.mechanism)
+    begun = begin(device, msgspec.structs.replace(action, starts=action.starts[:1]))
+    assert isinstance(begun, Begun)
+    learn(device, action, begun.start, charge.mechanism)
     ledger.add(charge)
     trained = device.network.dump()
-    update = Model(trained.params - start.params, trained.buffers, trained.counters)
-    sent = send_update(device, update, device.layout.without(action.personal), action.codec)
-    if layout:
-        tensors = unflatten(trained, device.layout)
-        device.keep({info.name: tensors[info.name] for info in layout.tensors}, shareable=True)
-    return TrainedDp(update=sent, n_samples=n, cluster=action.starts[0].cluster)
+    kept = None if begun.keeps is None else cut(trained, device.layout, begun.keeps)
+    return finish(begun, Learned(trained, kept), Look(accuracy=None), loss_after=None)
 
 
 def planned(device: Device, action: TrainDp) -> Charge:

@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from edge_agent.device.device import Device
-from edge_agent.steps.training import train
+from edge_agent.steps.training.frame import Learned, train
 from fedge.models import network as models
 from fedge.models.training import Loss, Trainer, batches, tensor
 from fedge.steps.contract import Result
 from fedge.steps.training.train_rod import TrainRod
-from fedge.tensors.layout import HEAD, Layout, Model, Tensors, overlaid, unflatten
+from fedge.tensors.layers import Layers
+from fedge.tensors.layout import HEAD, Layout, Model
 
 
 def balanced_softmax(log_counts: Tensor) -> Loss:
@@ -38,10 +39,10 @@ def balanced_softmax(log_counts: Tensor) -> Loss:
 
 def run(device: Device, action: TrainRod) -> Result:
     """Both heads, batch by batch."""
-    return train.train(device, action, lambda start, mine: learn(device, action, start, mine))
+    return train(device, action, lambda start, mine: learn(device, action, start, mine))
 
 
-def learn(device: Device, action: TrainRod, start: Model, mine: Tensors | None) -> tuple[Model, Tensors]:
+def learn(device: Device, action: TrainRod, start: Model, mine: Layers | None) -> Learned:
     """Train the shared model (a) and the second head (b) alternately, batch by batch.
 
     The shared model learns from D_L, n >= 1; the second head from all training samples, or from D_L if it may be
@@ -52,11 +53,11 @@ def learn(device: Device, action: TrainRod, start: Model, mine: Tensors | None) 
     """
     network, shared, sgd = device.network, device.data.shared, action.sgd
     network.load(start)
-    weight, bias = (info.name for info in network.layout.select(HEAD).tensors)
-    n_classes, d = next(info.shape for info in network.layout.tensors if info.name == weight)
+    n_classes, d = network.layout.select(HEAD).tensors[0].shape
     head = np.zeros((n_classes, d + 1), np.float32)  # the bias is the last column
     if mine is not None:
-        head = np.column_stack([mine[weight], mine[bias]])
+        weight, bias = np.split(mine.model.params, [n_classes * d])
+        head = np.column_stack([weight.reshape(n_classes, d), bias])
     own = tensor(head, network.processor)
     velocity, one_hot = torch.zeros_like(own), torch.eye(n_classes, device=network.processor)
     counts = tensor(np.bincount(shared[1], minlength=n_classes), network.processor)
@@ -76,11 +77,13 @@ def learn(device: Device, action: TrainRod, start: Model, mine: Tensors | None) 
     learned = own.cpu().numpy()
     if np.isfinite(learned).all():  # divergence is not reported: it learns from all samples
         head = learned
-    return network.dump(), {weight: head[:, :-1].copy(), bias: head[:, -1].copy()}
+    trained = network.dump()
+    own_head = np.concatenate([head[:, :-1].ravel(), head[:, -1]])
+    return Learned(trained, Model(own_head, trained.buffers[:0], trained.counters[:0]))
 
 
-def overlay(model: Model, kept: Tensors, layout: Layout) -> Model:
+def overlay(model: Model, kept: Layers, layout: Layout) -> Model:  # noqa: ARG001 - the head comes last in all of them
     """One head for both: W = W_g + W_p, b = b_g + b_p."""
-    ours = unflatten(model, layout)
-    both = {name: np.add(ours[name], own, dtype=np.float64).astype(np.float32) for name, own in kept.items()}
-    return overlaid(model, both, layout)
+    params, own = model.params.copy(), kept.model.params
+    params[-len(own) :] = np.add(params[-len(own) :], own, dtype=np.float64)
+    return Model(params, model.buffers, model.counters)

@@ -288,11 +288,9 @@ async def test_tensors_that_the_coordinator_would_not_fetch_are_refused(
     half = ModuleType("tests.coordinator.more")
 
     def run(device: Any, action: TrainMore) -> More:
-        from edge_agent.steps.training import train as ours
+        from edge_agent.steps.training.frame import Learned, train
 
-        found = ours.run(device, action)
-        fields = {name: getattr(found, name) for name in found.__struct_fields__}
-        return More(**fields, control=device.send(b"control"))
+        return train(device, action, lambda w, _: Learned(w, told={"control": device.send(b"control")}))
 
     half.run = run  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "tests.coordinator.more", half)

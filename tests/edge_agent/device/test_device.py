@@ -32,7 +32,7 @@ from fedge.system.files import highest_release
 from fedge.tensors.layout import BASE, HEAD, flatten, unflatten
 from tests.deploy.bundles import source, variant
 from tests.deploy.serve_process import ask, process
-from tests.support.orders import INITIAL, LAYOUT, TASK, Blobs, device, order, part_of, worker
+from tests.support.orders import INITIAL, LAYOUT, TASK, Blobs, device, layers_of, order, part_of, worker
 
 INSTALL = Install(model=Blobs().model(1), method="fedavg")
 
@@ -143,14 +143,15 @@ def test_killed_at_any_moment_the_order_finds_what_it_found(tmp_path: Path, wher
 
 
 def test_what_a_step_kept_is_its_own(tmp_path: Path) -> None:
-    head = part_of(INITIAL, HEAD)
+    head = layers_of(INITIAL, HEAD)
     first = device(tmp_path, INSTALL, number=1)
     assert first.kept("install", LAYOUT.select(HEAD)) is None
     first.keep(head)
     later = device(tmp_path, INSTALL, number=2)
     found = later.kept("install", LAYOUT.select(HEAD))
     assert found is not None
-    assert {name: t.tobytes() for name, t in found.items()} == {name: t.tobytes() for name, t in head.items()}
+    assert found.layout == head.layout
+    assert found.model.params.tobytes() == head.model.params.tobytes()
     assert later.kept("install", LAYOUT.select(HEAD), before=1) is None
     with pytest.raises(FailedError, match="step install kept something here, the order speaks of train"):
         later.kept("train", LAYOUT.select(HEAD))
@@ -160,7 +161,7 @@ def test_what_a_step_kept_is_its_own(tmp_path: Path) -> None:
 
 def test_what_was_kept_by_a_step_that_is_gone_cannot_be_used() -> None:
     with pytest.raises(FailedError, match="is not installed any more"):
-        overlay({}, "train", INITIAL, part_of(INITIAL, HEAD), LAYOUT)
+        overlay({}, "train", INITIAL, layers_of(INITIAL, HEAD), LAYOUT)
 
 
 def test_the_device_predicts_with_what_it_kept_in_its_newest_run(tmp_path: Path) -> None:
@@ -174,9 +175,10 @@ def test_the_device_predicts_with_what_it_kept_in_its_newest_run(tmp_path: Path)
         own.execute(order(train, number, run=run), blobs)
         kept = own.device(order(INSTALL, number, run=run), blobs).kept("train", LAYOUT.select(HEAD))
         assert kept is not None
+        own_tensors = kept.tensors()
         mine = unflatten(own.personal(served), LAYOUT)
         for name, tensor in unflatten(served, LAYOUT).items():
-            np.testing.assert_array_equal(mine[name], kept.get(name, tensor))
+            np.testing.assert_array_equal(mine[name], own_tensors.get(name, tensor))
 
 
 @pytest.mark.parametrize("data", [b"", b"no", b"\x80"])
@@ -348,6 +350,6 @@ async def test_a_bundle_that_is_served_by_its_folder_stays(tmp_path: Path) -> No
 def test_what_an_order_keeps_is_kept_once(tmp_path: Path) -> None:
     """A second call would replace what the first has kept."""
     own = device(tmp_path, INSTALL)
-    own.keep(part_of(INITIAL, HEAD))
+    own.keep(layers_of(INITIAL, HEAD))
     with pytest.raises(FailedError, match="keeps tensors once in an order"):
-        own.keep(part_of(INITIAL, BASE))
+        own.keep(layers_of(INITIAL, BASE))

@@ -14,7 +14,7 @@ from torch import nn
 from edge_agent.device.worker import Worker
 from edge_agent.learning import batched
 from edge_agent.learning.batched import Job, execute
-from edge_agent.steps.training import train
+from edge_agent.steps.training import frame
 from fedge.data.task import TaskSpec
 from fedge.models import build
 from fedge.models.training import can_stack
@@ -185,7 +185,7 @@ def test_who_else_is_asked_changes_an_update_by_no_more_than_rounding(tmp_path, 
     whole = execute(here.jobs(here.train()))
     assert execute(here.jobs(here.train())) == whole
     with monkeypatch.context() as few:
-        few.setattr(train, "MOST_MODELS", 2)
+        few.setattr(frame, "MOST_MODELS", 2)
         halves = execute(here.jobs(here.train()))
     turned = execute(here.jobs(here.train())[::-1])[::-1]
     for number in range(6):

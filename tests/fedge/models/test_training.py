@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional
 
 from fedge.data.task import TaskSpec
+from fedge.errors import ProtocolError
 from fedge.models import build
 from fedge.models import network as models
 from fedge.models.training import (
@@ -39,7 +40,7 @@ from fedge.models.training import (
 from fedge.steps.sgd import Sgd
 from fedge.system.hardware import Processor
 from fedge.system.stopping import StoppedError
-from fedge.tensors.layout import HEAD, unflatten
+from fedge.tensors.layout import HEAD, Model, unflatten
 
 TASK = TaskSpec(name="toy", classes=("a", "b", "c"), input_shape=(5,), model="mlp", model_options={"hidden": 7})
 LAYOUT, START = build.initial(TASK, 3)
@@ -78,17 +79,6 @@ def test_steps_are_those_of_torch_sgd(mu, decay):
         (loss + mu / 2 * distance).backward()
         optimiser.step()
     assert net.dump().params == pytest.approx(models.dump(module, LAYOUT).params, abs=1e-5)
-
-
-def test_the_worked_proximal_step():
-    net = network()
-    net.weights[:3] = torch.tensor([1.0, 2, -1])
-    trainer = Trainer(net, X, Y, Sgd(learning_rate=0.1, momentum=0.0, proximal_mu=0.5), np.random.default_rng(0))
-    trainer._anchor[:3] = torch.tensor([0.0, 2, 1])
-    net.gradient.zero_()
-    net.gradient[:3] = torch.tensor([0.5, -0.5, 0])
-    trainer._step()
-    assert net.weights[:3].tolist() == pytest.approx([0.9, 2.05, -0.9])
 
 
 def test_a_run_goes_on_where_the_last_one_ended_and_a_new_one_begins_afresh():
@@ -138,18 +128,30 @@ def test_features_are_what_the_head_sees():
     np.testing.assert_allclose(net.features(START, np.tile(X, (many, 1))), np.tile(features, (many, 1)), atol=1e-6)
 
 
-def test_a_change_is_the_difference_of_weights_with_buffers_as_they_are():
+def test_the_present_weights_are_those_of_a_dump_without_a_copy():
     task = msgspec.structs.replace(TASK, model="tests.support.networks:normed", model_options={})
     net = Network(task)
     _, start = build.initial(task, 3)
     net.load(start)
     Trainer(net, X, Y, Sgd(), np.random.default_rng(0)).run(3)
-    trained, change = net.dump(), net.change(start)
-    np.testing.assert_array_equal(change.params, trained.params - start.params)
-    np.testing.assert_array_equal(change.buffers, trained.buffers)
-    np.testing.assert_array_equal(change.counters, trained.counters)
-    assert change.buffers.dtype == np.float32
-    assert change.counters.tolist() == [3]
+    trained, present = net.dump(), net.present()
+    expected = models.dump(net.module, net.layout)
+    for found in (trained, present):
+        for name in ("params", "buffers", "counters"):
+            np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
+            assert getattr(found, name).dtype == getattr(expected, name).dtype
+    assert trained.counters.tolist() == [3]
+    net.load(start)
+    np.testing.assert_array_equal(present.params, start.params)
+    np.testing.assert_array_equal(trained.params, expected.params)
+
+
+def test_weights_that_are_not_finite_are_not_dumped():
+    net = network()
+    net.load(Model(np.full_like(START.params, np.inf), START.buffers, START.counters))
+    assert np.isinf(net.present().params).all()
+    with pytest.raises(ProtocolError, match="not-finite"):
+        net.dump()
 
 
 def test_stop_is_asked_before_every_step():
@@ -178,12 +180,12 @@ def test_a_stack_takes_the_steps_of_its_models(mu, decay):
     sizes = (50, 3, 20, 1)
     drawn = side_by_side(sizes, 16, [np.random.default_rng(k) for k in range(4)])
     Trainer(stack, *joined([(X[:n], Y[:n]) for n in sizes]), sgd, drawn).run(12)
-    for k, (n, start, change) in enumerate(zip(sizes, starts, stack.changes(starts), strict=True)):
+    for k, (n, start, own) in enumerate(zip(sizes, starts, stack.present(), strict=True)):
         net = network()
         net.load(start)
         Trainer(net, X[:n], Y[:n], sgd, np.random.default_rng(k)).run(12)
-        assert change.params == pytest.approx(net.change(start).params, abs=2e-6)
-        assert len(change.buffers) == len(change.counters) == 0
+        assert own.params == pytest.approx(net.dump().params, abs=2e-6)
+        assert len(own.buffers) == len(own.counters) == 0
 
 
 def test_batches_side_by_side_are_those_of_each_client_filled_up_with_the_sample_that_counts_not():

@@ -239,7 +239,7 @@ def test_every_base_ends_in_a_bundle_over_the_pool(tmp_path, base, preset) -> No
 def test_a_pool_of_equal_modules_predicts_like_the_own_one(tmp_path, base) -> None:
     device = Device(tmp_path, base)
     device.train()
-    same = device.blobs.put(device.kept())
+    same = device.blobs.put(device.kept().tensors())
     assert isinstance(device.fit([same, same, same], own=2), Installed)
     here = device.worker.device(order(device.action([same]), 2), device.blobs)
     logits = evaluation.logits(here, device.worker.personal(here.model(device.initial)), device.worker.data.x_val)

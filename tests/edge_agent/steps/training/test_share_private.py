@@ -71,7 +71,7 @@ def test_what_was_kept_is_shared_under_its_own_names(
     expected = worker(tmp_path).device(order(action, 2), blobs).kept(kind.STEP, layout)
     assert expected is not None
     assert {name: t.shape for name, t in found.items()} == {t.name: t.shape for t in layout.tensors}
-    assert all((found[name] == expected[name]).all() for name in expected)
+    assert all((found[name] == expected[name]).all() for name in found)
 
 
 @pytest.mark.parametrize(("kind", "fields"), [(TrainDitto, {"proximal_lambda": 0.1}), (TrainRod, {"choose": "loss"})])

@@ -18,7 +18,8 @@ from fedge.models.training import Network, Trainer, batches
 from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Start
 from fedge.steps.training.train_dbe import OFFSET, TrainDbe
-from fedge.tensors.layout import BASE, HEAD, Model, Tensors, to_bytes
+from fedge.tensors.layers import layers_of
+from fedge.tensors.layout import BASE, HEAD, Model, Tensors, to_bytes, unflatten
 from tests.support.orders import INITIAL, LAYOUT, TASK, Blobs, D, device, mixed_data, part_of, samples, worker
 
 SGD = Sgd(steps=6, batch_size=8, weight_decay=0.05)
@@ -33,7 +34,10 @@ WEIGHT, BIAS = (info.name for info in LAYOUT.select(HEAD).tensors)
 def learn(mine: Tensors | None = None, *, kappa: float = 1.0, sgd: Sgd = SGD) -> tuple[Model, Tensors]:
     goal = Blobs().put({"mean": GOAL})
     action = TrainDbe(starts=(Start(model=Blobs().model(0)),), sgd=sgd, global_mean=goal, kappa=kappa)
-    return train_dbe.learn(device(Path("unused"), action, data=DATA, seed=3), action, INITIAL, mine, GOAL)
+    kept = None if mine is None else layers_of(mine, LAYOUT)
+    learned = train_dbe.learn(device(Path("unused"), action, data=DATA, seed=3), action, INITIAL, kept, GOAL)
+    assert learned.kept is not None
+    return learned.model, unflatten(learned.kept, TrainDbe.kept((), LAYOUT))
 
 
 def test_the_loss_as_the_paper_writes_it() -> None:
@@ -132,7 +136,7 @@ def test_the_folded_bias_predicts_with_the_offset(seed: int) -> None:
     p = np.random.default_rng(seed).normal(size=D).astype(np.float32)
     network, x, tensors = Network(TASK), samples(9, seed)[0], part_of(INITIAL, HEAD)
     expected = (network.features(INITIAL, x) + p) @ tensors[WEIGHT].T + tensors[BIAS]
-    folded = train_dbe.overlay(INITIAL, {OFFSET: p}, LAYOUT)
+    folded = train_dbe.overlay(INITIAL, layers_of({OFFSET: p}, LAYOUT), LAYOUT)
     np.testing.assert_allclose(network.logits(folded, x), expected, atol=1e-5)
     base = part_of(folded, BASE) | {WEIGHT: part_of(folded, HEAD)[WEIGHT]}
     assert all((base[name] == t).all() for name, t in (part_of(INITIAL, BASE) | {WEIGHT: tensors[WEIGHT]}).items())

@@ -19,6 +19,7 @@ from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Start
 from fedge.steps.training.train_rod import TrainRod
 from fedge.tasks import DeviceData
+from fedge.tensors.layers import layers_of
 from fedge.tensors.layout import BASE, HEAD, Model, Tensors, unflatten
 from tests.support.orders import INITIAL, LAYOUT, TASK, Blobs, device, mixed_data, part_of, samples
 
@@ -31,7 +32,9 @@ WEIGHT, BIAS = (info.name for info in LAYOUT.select(HEAD).tensors)
 def learn(mine: Tensors | None = None, data: DeviceData = DATA) -> tuple[Model, Tensors]:
     action = TrainRod(starts=(Start(model=Blobs().model(0)),), sgd=SGD)
     here = device(Path("unused"), action, data=data, seed=3)
-    return train_rod.learn(here, action, INITIAL, mine)
+    learned = train_rod.learn(here, action, INITIAL, None if mine is None else layers_of(mine, LAYOUT))
+    assert learned.kept is not None
+    return learned.model, unflatten(learned.kept, LAYOUT.select(HEAD))
 
 
 def test_the_worked_balanced_softmax() -> None:
@@ -98,7 +101,7 @@ def test_the_second_head_begins_at_zero() -> None:
     _, told = learn(zero)
     for name in (WEIGHT, BIAS):
         np.testing.assert_array_equal(first[name], told[name])
-    np.testing.assert_array_equal(train_rod.overlay(INITIAL, zero, LAYOUT).params, INITIAL.params)
+    np.testing.assert_array_equal(train_rod.overlay(INITIAL, layers_of(zero, LAYOUT), LAYOUT).params, INITIAL.params)
 
 
 def test_a_class_that_the_device_lacks_does_no_harm() -> None:
@@ -114,13 +117,15 @@ def test_the_folded_head_predicts_the_sum_of_both(seed: int) -> None:
     network, x = Network(TASK), samples(9, seed)[0]
     ours = network.logits(INITIAL, x)
     own = network.features(INITIAL, x) @ mine[WEIGHT].T + mine[BIAS]
-    np.testing.assert_allclose(network.logits(train_rod.overlay(INITIAL, mine, LAYOUT), x), ours + own, atol=1e-5)
+    np.testing.assert_allclose(
+        network.logits(train_rod.overlay(INITIAL, layers_of(mine, LAYOUT), LAYOUT), x), ours + own, atol=1e-5
+    )
 
 
 def test_folding_changes_the_head_alone_and_its_inputs_not_at_all() -> None:
     mine = part_of(build.initial(TASK, 5)[1], HEAD)
     before = Blobs().put(unflatten(INITIAL, LAYOUT) | {}), {name: t.copy() for name, t in mine.items()}
-    folded = train_rod.overlay(INITIAL, mine, LAYOUT)
+    folded = train_rod.overlay(INITIAL, layers_of(mine, LAYOUT), LAYOUT)
     base, same = part_of(folded, BASE), part_of(INITIAL, BASE)
     assert all((base[name] == same[name]).all() for name in same)
     assert Blobs().put(unflatten(INITIAL, LAYOUT)) == before[0]

@@ -1,0 +1,301 @@
+"""The frame of every step that trains: what is around the learning, for one device and for several side by side.
+
+    begin      what is kept here and the offered models give the start
+    look       the model that the device would use is measured, if the order asks for it
+    learn      the step's own part: `fit` with a recipe, or anything else
+    finish     the change travels; what stays is kept
+
+A step hands `train` its `learn`, and, if several simulated devices may learn at once, `train_together` its recipe.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+import numpy as np
+
+from edge_agent.device.device import Device, FailedError, failed
+from edge_agent.device.encoding import send_update
+from edge_agent.learning.evaluation import Look, best_of, look
+from fedge.errors import ProtocolError
+from fedge.models import build, training
+from fedge.models.optimizer import Optimizer
+from fedge.models.training import (
+    CPU,
+    Loss,
+    Network,
+    Part,
+    Stack,
+    Trainer,
+    accuracies,
+    can_stack,
+    cross_entropy,
+    losses_and_gradient_norms,
+    mean_loss,
+    mean_losses,
+    padded,
+    side_by_side,
+)
+from fedge.steps.contract import Declined, Result
+from fedge.steps.sgd import Sgd
+from fedge.steps.training.train import Start, Train, Trained
+from fedge.tensors.layers import Layers, joined, pasted
+from fedge.tensors.layout import Layout, Model, Selector
+from fedge.wire.messages import BlobRef, Why
+
+MOST_WEIGHTS: Final = 2**20
+"""Of one stack: with more, the weights leave the processor's cache and a step of a model takes longer again."""
+MOST_WEIGHTS_ON_GPU: Final = 2**24
+"""There memory is the bound: by count a measuring pass of seven `cnn_fedavg` on 32 x 32 takes 2 GB."""
+MOST_MODELS: Final = 64
+
+Learns = Network | Stack
+"""The models that learn: one, or several side by side."""
+Objective = Callable[[Learns, Sequence[Device]], AbstractContextManager[Loss]]
+"""(what learns, its devices) -> a context with the loss; the present weights are those of the start."""
+
+
+def plain(_: Learns, __: Sequence[Device]) -> AbstractContextManager[Loss]:
+    """The objective of most steps: mean cross-entropy."""
+    return nullcontext(cross_entropy)
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How the weights move: the place for the losses, optimisers and schedules of a step.
+
+    `sgd`: what the order says of the training. `objective`: gives the loss. `optimizer`: made anew for each phase,
+    from the models that learn; None: SGD with momentum, as `sgd` says. `head_steps`: the head first learns alone for
+    this long, then the base alone; 0: everything learns together.
+    """
+
+    sgd: Sgd
+    objective: Objective = plain
+    optimizer: Callable[[Learns], Optimizer] | None = None
+    head_steps: int = 0
+
+    def phases(self, n: int) -> tuple[tuple[Part, int], ...]:
+        """What moves, and for how many steps, with n samples."""
+        steps = self.sgd.steps_for(n)
+        return (("head", self.head_steps), ("base", steps)) if self.head_steps else (("all", steps),)
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """What a device has learned.
+
+    `model`: the trained model, whose change travels. `kept`: what stays, in the layout that the action's `kept` names;
+    None: nothing. `told`: further fields of the result, such as references to further uploads.
+    """
+
+    model: Model
+    kept: Model | None = None
+    told: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A device that is about to learn: its start, and what it kept in an earlier round, in the layout `keeps`."""
+
+    device: Device
+    action: Train
+    start: Model
+    chosen: Start
+    keeps: Layout | None
+    mine: Layers | None
+
+    def in_use(self, model: Model, kept: Layers | None) -> Model:
+        """What the device would use of them, as far as that may be told."""
+        shown = kept if self.action.shareable else None
+        return self.device.overlaid(self.action.STEP, model, shown)
+
+    def kept(self, learned: Learned) -> Layers | None:
+        """What stays now.
+
+        Raises:
+            FailedError: the contract does not say that anything stays.
+        """
+        if learned.kept is None:
+            return None
+        if self.keeps is None:
+            raise FailedError(f"step {self.action.STEP} keeps tensors, and its contract's `kept` names none")
+        return Layers(self.keeps, learned.kept)
+
+
+Learn = Callable[[Model, Layers | None], Learned]
+"""(start, what was kept) -> what was learned. Without anything kept yet, the latter is None."""
+
+
+def train(device: Device, action: Train, learn: Learn) -> Result:
+    """One device's round of training."""
+    begun = begin(device, action)
+    if isinstance(begun, Declined):
+        return begun
+    before = look(device, begun.in_use(begun.start, begun.mine), measure=action.measure)
+    learned = learn(begun.start, begun.mine)
+    loss_after = None
+    if action.measure:
+        device.network.load(begun.in_use(learned.model, begun.kept(learned)))
+        loss_after = mean_loss(device.network, *device.data.shared)
+    return finish(begun, learned, before, loss_after)
+
+
+def begin(device: Device, action: Train) -> Begun | Declined:
+    """Find out from where the device learns. A device without samples that may be shared declines."""
+    if not device.data.n_shared:
+        return Declined(why=Why.NO_DATA)
+    keeps = action.kept(action.personal, device.layout)
+    mine = None if keeps is None else device.kept(action.STEP, keeps, before=device.order.round)
+    wholes = [whole(device, s.model, action.personal, mine, action.initial) for s in action.starts]
+    return Begun(device, action, *best_of(device, wholes, action.starts, action.choose), keeps, mine)
+
+
+def whole(device: Device, ref: BlobRef, personal: Selector, mine: Layers | None, initial: BlobRef | None) -> Model:
+    """A complete model: the received layers over the kept ones, at first over those of `initial`.
+
+    Without an initial model the network's own code initialises them, and no message reveals them.
+    """
+    if not personal:
+        return device.model(ref)
+    layout = device.layout.without(personal)
+    sent = Layers(layout, device.model(ref, layout))
+    if mine is not None:
+        return joined([mine, sent], device.layout)
+    first = build.initial(device.task, 0)[1] if initial is None else device.model(initial)
+    return pasted(first, sent, device.layout)
+
+
+def fit(learns: Learns, devices: Sequence[Device], recipe: Recipe) -> None:
+    """Train from the present weights on the devices' shareable samples, n >= 1; of a stack, equally long.
+
+    Raises:
+        StoppedError: the first device is to stop.
+    """
+    samples, rngs = [device.data.shared for device in devices], [device.rng() for device in devices]
+    stacked = isinstance(learns, Stack)
+    x, y = training.joined(samples) if stacked else samples[0]
+    drawn = side_by_side([len(own) for _, own in samples], recipe.sgd.batch_size, rngs) if stacked else rngs[0]
+    with recipe.objective(learns, devices) as loss:
+        for moves, steps in recipe.phases(len(samples[0][1])):
+            optimizer = None if recipe.optimizer is None else recipe.optimizer(learns)
+            trainer = Trainer(learns, x, y, recipe.sgd, drawn, loss=loss, moves=moves, optimizer=optimizer)
+            trainer.run(steps, devices[0].stop)
+
+
+def finish(begun: Begun, learned: Learned, before: Look, loss_after: float | None) -> Trained:
+    """Send the travelling part of the change, and keep what stays.
+
+    `before`, `loss_after`: of the model that the device would use, or of the shared one if the former is confidential.
+
+    Raises:
+        ProtocolError: `not-finite`, training diverged.
+    """
+    device, action = begun.device, begun.action
+    measured = (before.loss, before.gradient_norm, loss_after)
+    if not all(math.isfinite(number) for number in measured if number is not None):
+        raise ProtocolError("not-finite", "training diverged")
+    trained = learned.model
+    change = Model(trained.params - begun.start.params, trained.buffers, trained.counters)
+    result: Trained = action.RESULT(
+        update=send_update(device, change, device.layout.without(action.personal), action.codec),
+        n_samples=device.data.n_shared,
+        cluster=begun.chosen.cluster,
+        loss_before=before.loss,
+        loss_after=loss_after,
+        gradient_norm=before.gradient_norm,
+        val_accuracy=before.accuracy,
+        **learned.told,
+    )
+    if (kept := begun.kept(learned)) is not None:
+        device.keep(kept, shareable=action.shareable)
+    return result
+
+
+# ------------------------------------------------------------------------------------------ several devices at once
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """A device that may learn beside others, and its place among those that were asked."""
+
+    number: int
+    begun: Begun
+    recipe: Recipe
+
+
+def train_together(
+    devices: Sequence[Device], actions: Sequence[Train], recipe_of: Callable[[Train], Recipe]
+) -> list[Result | None]:
+    """Train small networks side by side (`fedge.models.training.Stack`); None: to be done alone.
+
+    Each device's result agrees with its own `train` to float tolerance. The choice depends only on the network
+    (`can_stack`) and the step, never on the other devices.
+    """
+    found: list[Result | None] = [None] * len(devices)
+    ready: list[_Ready] = []
+    for number, (device, action) in enumerate(zip(devices, actions, strict=True)):
+        recipe = recipe_of(action)
+        if action.personal or recipe.head_steps or not device.data.n_shared or not can_stack(device.network):
+            continue
+        try:
+            begun = begin(device, action)
+        except Exception:  # noqa: BLE001, S112 - its own `run` says what is wrong
+            continue
+        if isinstance(begun, Begun) and begun.keeps is None:
+            ready.append(_Ready(number, begun, recipe))
+    for group in _groups(ready):
+        try:
+            results = _train_group(group)
+        except Exception:  # noqa: BLE001, S112 - a user's network, or a label that it has no output for: each alone
+            continue
+        for one, result in zip(group, results, strict=True):
+            found[one.number] = result
+    return found
+
+
+def _groups(ready: Sequence[_Ready]) -> Iterator[list[_Ready]]:
+    """Group devices that can share a stack: same network, training and measurements; similar sizes, to pad less."""
+    alike: dict[tuple[str, Recipe, int, bool], list[_Ready]] = defaultdict(list)
+    for one in ready:
+        device = one.begun.device
+        steps = one.recipe.sgd.steps_for(device.data.n_shared)
+        alike[device.fingerprint, one.recipe, steps, one.begun.action.measure].append(one)
+    for members in alike.values():
+        first = members[0].begun
+        most = MOST_WEIGHTS if first.device.network.processor == CPU else MOST_WEIGHTS_ON_GPU
+        n = int(np.clip(most // len(first.start.params), 1, MOST_MODELS))
+        members.sort(key=lambda one: (one.begun.device.data.n_shared, one.number))
+        yield from (members[k : k + n] for k in range(0, len(members), n))
+
+
+def _train_group(group: Sequence[_Ready]) -> list[Result]:
+    """`train` for n devices that keep nothing, at once."""
+    devices, starts = [one.begun.device for one in group], [one.begun.start for one in group]
+    measure = group[0].begun.action.measure
+    stack = Stack(devices[0].network, starts)
+    validated = accuracies(stack, *padded([device.data.shared_validation for device in devices]))
+    looks = [Look(None if np.isnan(accuracy) else float(accuracy)) for accuracy in validated]
+    losses_after: list[float | None] = [None] * len(group)
+    everything = padded([device.data.shared for device in devices]) if measure else None
+    if everything:
+        measured = zip(looks, *losses_and_gradient_norms(stack, *everything), strict=True)
+        looks = [replace(look, loss=float(loss), gradient_norm=float(norm)) for look, loss, norm in measured]
+    fit(stack, devices, group[0].recipe)
+    if everything:
+        losses_after = [float(loss) for loss in mean_losses(stack, *everything)]
+    return [
+        _finished(one.begun, Learned(model), look, loss_after)
+        for one, model, look, loss_after in zip(group, stack.present(), looks, losses_after, strict=True)
+    ]
+
+
+def _finished(begun: Begun, learned: Learned, before: Look, loss_after: float | None) -> Result:
+    try:
+        return finish(begun, learned, before, loss_after)
+    except (FailedError, ProtocolError) as error:
+        return failed(error)

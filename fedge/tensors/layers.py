@@ -1,0 +1,159 @@
+"""Some layers of a model as vectors: what travels, or what stays on a device, cut out of the whole and put back.
+
+Inside, a model is vectors (`fedge.tensors.layout.Model`), and some of its layers are slices of them. Names of tensors
+are only looked at to find the slices, once for each pair of layouts.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import KeysView, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedge.errors import ProtocolError
+from fedge.tensors.layout import Layout, Model, TensorInfo, Tensors, flatten, unflatten
+
+N = TypeVar("N", bound=np.generic)
+
+
+class _Span(NamedTuple):
+    """A run of numbers that is in a whole vector at one place and in the vector of some layers at another."""
+
+    whole: slice
+    part: slice
+
+
+class _Spans(NamedTuple):
+    """Where the numbers of some layers are in the three vectors of a model."""
+
+    params: tuple[_Span, ...]
+    buffers: tuple[_Span, ...]
+    counters: tuple[_Span, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """Some tensors as vectors with their layout: a network's layers, or tensors beside it, such as an offset.
+
+    `layers[name]` is one tensor, a view where possible.
+    """
+
+    layout: Layout
+    model: Model
+
+    def __getitem__(self, name: str) -> NDArray[np.generic]:
+        return self.tensors()[name]
+
+    def keys(self) -> KeysView[str]:
+        """The names of the tensors."""
+        return self.tensors().keys()
+
+    def tensors(self) -> Tensors:
+        """All by name, views where possible: for files and messages."""
+        return unflatten(self.model, self.layout)
+
+
+def layers_of(tensors: Mapping[str, NDArray[np.generic]], layout: Layout) -> Layers:
+    """Named tensors, as read from a file, as vectors. `layout`: of the network; others stand beside it.
+
+    Raises:
+        ProtocolError: `layout` (a tensor of the network has another shape or type) or `not-finite`.
+    """
+    known = tuple(info for info in layout.tensors if info.name in tensors)
+    names = {info.name for info in known}
+    others = tuple(TensorInfo(name=name, shape=t.shape) for name, t in sorted(tensors.items()) if name not in names)
+    found = Layout(tensors=(*known, *others))
+    return Layers(found, flatten(tensors, found))
+
+
+def cut(model: Model, layout: Layout, part: Layout) -> Model:
+    """Some layers of a model, copied; the model itself if they are all of it.
+
+    Raises:
+        ProtocolError: `layout`, they are no layers of such a model.
+    """
+    if part == layout:
+        return model
+    spans = _spans_of(layout, part)
+    return Model(
+        params=_taken(model.params, spans.params),
+        buffers=_taken(model.buffers, spans.buffers),
+        counters=_taken(model.counters, spans.counters),
+    )
+
+
+def pasted(model: Model, layers: Layers, layout: Layout) -> Model:
+    """The model with some of its layers replaced; those of `layers` themselves if they are all of it.
+
+    Raises:
+        ProtocolError: `layout`, they are no layers of such a model.
+    """
+    own = layers.model
+    if layers.layout == layout:
+        return own
+    spans = _spans_of(layout, layers.layout)
+    return Model(
+        params=_replaced(model.params, own.params, spans.params),
+        buffers=_replaced(model.buffers, own.buffers, spans.buffers),
+        counters=_replaced(model.counters, own.counters, spans.counters),
+    )
+
+
+def joined(parts: Sequence[Layers], layout: Layout) -> Model:
+    """The model that some layers make up together.
+
+    Raises:
+        ProtocolError: `layout`, they are no layers of such a model, or not all of it.
+    """
+    if missing := set(layout.tensors).difference(*(part.layout.tensors for part in parts)):
+        raise ProtocolError("layout", f"tensors {sorted(info.name for info in missing)} are missing")
+    sizes = (sum(info.size for info in layout.of_kind(kind)) for kind in ("param", "buffer", "counter"))
+    model = Model(*map(np.empty, sizes, (np.float32, np.float32, np.int64)))
+    for part in parts:
+        spans = _spans_of(layout, part.layout)
+        _fill(model.params, part.model.params, spans.params)
+        _fill(model.buffers, part.model.buffers, spans.buffers)
+        _fill(model.counters, part.model.counters, spans.counters)
+    return model
+
+
+def _taken(whole: NDArray[N], spans: tuple[_Span, ...]) -> NDArray[N]:
+    return np.concatenate([whole[:0], *(whole[span.whole] for span in spans)])
+
+
+def _replaced(whole: NDArray[N], part: NDArray[N], spans: tuple[_Span, ...]) -> NDArray[N]:
+    after = whole.copy()
+    _fill(after, part, spans)
+    return after
+
+
+def _fill(whole: NDArray[N], part: NDArray[N], spans: tuple[_Span, ...]) -> None:
+    for span in spans:
+        whole[span.whole] = part[span.part]
+
+
+@lru_cache(maxsize=64)
+def _spans_of(layout: Layout, part: Layout) -> _Spans:
+    """Where a part is in a model of a layout."""
+    return _Spans(*(_spans(layout.of_kind(kind), part.of_kind(kind)) for kind in ("param", "buffer", "counter")))
+
+
+def _spans(whole: tuple[TensorInfo, ...], part: tuple[TensorInfo, ...]) -> tuple[_Span, ...]:
+    """The spans of tensors of one kind, in the part's order; neighbours are one span."""
+    starts = dict(zip(whole, itertools.accumulate((info.size for info in whole), initial=0), strict=False))
+    spans: list[_Span] = []
+    end = 0
+    for info in part:
+        if info not in starts:
+            raise ProtocolError("layout", f"the network has no {info.kind} {info.name} of shape {info.shape}")
+        start, begin, end = starts[info], end, end + info.size
+        if spans and spans[-1].whole.stop == start:
+            before = spans.pop()
+            start, begin = before.whole.start, before.part.start
+        spans.append(_Span(slice(start, start + end - begin), slice(begin, end)))
+    return tuple(spans)
