@@ -8,6 +8,9 @@ The service and simulations run them. Begin with `baselines.fedavg`, then `metho
 
 from fedge.system.moved import names_of
 
-PUBLIC = ("method", "settings", "state", "rounds", "installation", "catalogue", "option_values")
+PUBLIC = (
+    *("method", "settings", "state", "rounds", "installation", "catalogue", "option_values"),
+    *("coordinator.methods.parts.averaging", "coordinator.methods.parts.server_optimizer"),
+)
 """Modules whose names are the room's, too, for those who write a method."""
 __getattr__ = names_of(__name__, *PUBLIC, warns=False)

@@ -25,10 +25,11 @@ from msgspec import Meta, Struct
 
 from coordinator.fleet.fleet import Fleet, Seen
 from coordinator.methods.method import Method
+from coordinator.methods.parts.server_optimizer import apply
 from coordinator.methods.rounds import round_done
 from coordinator.methods.state import ModelState
 from fedge.steps.training.train import Start, Train, Trained
-from fedge.tensors.layout import Model, unflatten
+from fedge.tensors.layout import Model
 from fedge.wire.messages import BlobRef
 
 
@@ -77,13 +78,12 @@ class FedAsync(Method[FedAsyncState]):
         """The model after an answer that is `tau` steps old; the update is W_i - start."""
         alpha = self.options.alpha * (1 + tau) ** -self.options.a
         w, begun, change = (fleet.get(ref, state.layout) for ref in (state.model, start, update))
-        trained = begun.params + change.params
-        model = Model(
-            params=((1 - alpha) * w.params + alpha * trained).astype(np.float32),
+        step = Model(
+            params=(alpha * (begun.params + change.params - w.params)).astype(np.float32),
             buffers=((1 - alpha) * w.buffers + alpha * change.buffers).astype(np.float32),
             counters=np.maximum(w.counters, change.counters),
         )
-        return fleet.put(unflatten(model, state.layout))
+        return apply(state.model, step, state.layout, fleet)
 
     def summary(self, state: FedAsyncState) -> dict[str, Any]:
         """With the staleness of the last answer."""

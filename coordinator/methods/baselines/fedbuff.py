@@ -21,7 +21,7 @@ from coordinator.methods.method import Method
 from coordinator.methods.parts.asynchronous import ONE_BY_ONE, Buffer, buffered
 from coordinator.methods.parts.averaging import average
 from coordinator.methods.parts.cohort import NO_CLUSTERS
-from coordinator.methods.parts.server_optimizer import apply_mean
+from coordinator.methods.parts.server_optimizer import apply
 from coordinator.methods.promises import SHARED
 from coordinator.methods.rounds import round_done
 from coordinator.methods.state import ModelState
@@ -73,7 +73,7 @@ class FedBuff(Method[FedBuffState]):
     async def stepped(self, state: FedBuffState, fleet: Fleet, buffer: Buffer) -> BlobRef:
         """The model after a step."""
         mean = await average(self, fleet, buffer.updates, state.layout, alike=True, discounts=buffer.discounts)
-        return apply_mean(state.model, mean, state.layout, fleet)
+        return apply(state.model, mean, state.layout, fleet)
 
     def summary(self, state: FedBuffState) -> dict[str, Any]:
         """With the staleness of the last step."""

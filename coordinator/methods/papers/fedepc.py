@@ -36,7 +36,7 @@ from coordinator.methods.parts import grouping
 from coordinator.methods.parts.averaging import average, averages
 from coordinator.methods.parts.cohort import bandit_of
 from coordinator.methods.parts.grouping import Choices, Description
-from coordinator.methods.parts.server_optimizer import apply_mean
+from coordinator.methods.parts.server_optimizer import apply
 from coordinator.methods.parts.unresponsive import AskingState, ask, awake
 from coordinator.methods.promises import SHARED
 from coordinator.methods.rounds import accepted, mean_loss, round_done, round_rng
@@ -207,7 +207,7 @@ class FedEpc(Method[FedEpcState]):
         updates = accepted(answers)
         shared = state.shared
         if len(updates) >= self.settings.min_reports:
-            shared = apply_mean(shared, await average(self, fleet, updates, state.layout), state.layout, fleet)
+            shared = apply(shared, await average(self, fleet, updates, state.layout), state.layout, fleet)
         return round_done(state, len(cohort), updates, shared=shared)
 
     def _order(self, model: BlobRef, cluster: int = -1) -> Train:
@@ -349,7 +349,7 @@ class FedEpc(Method[FedEpcState]):
                 visited=r if selection.ids else clusters[k].visited,
             )
             if mean is not None and len(own) >= min(self.settings.min_reports, len(selection.ids)):
-                model = apply_mean(cluster.model, mean, state.layout, fleet)
+                model = apply(cluster.model, mean, state.layout, fleet)
                 losses = (*cluster.losses, *round_loss(own))[-2 * WINDOW :]
                 converged = self.options.stop and has_converged(losses)
                 cluster = msgspec.structs.replace(cluster, model=model, losses=losses, converged=converged)

@@ -14,6 +14,7 @@ from coordinator.aggregation import Average
 from coordinator.aggregation.momentum import server_step
 from coordinator.fleet.fleet import Fleet
 from coordinator.fleet.versions import put_after
+from fedge.steps.training.train import Trained
 from fedge.tensors.layout import Layout, Model
 from fedge.wire.messages import BlobRef
 
@@ -27,12 +28,30 @@ class ServerModel(Struct, frozen=True, kw_only=True):
     velocity: BlobRef | None = None
 
 
-def apply_mean(model: BlobRef, mean: Average | None, layout: Layout, fleet: Fleet) -> BlobRef:
-    """FedAvg's step: w <- w + mean change. Arguments as in `stepped`."""
-    return stepped(ServerModel(model=model), mean, layout, fleet, gamma=0.0).model
+def apply(model: BlobRef, change: Trained | Average | Model | None, layout: Layout, fleet: Fleet) -> BlobRef:
+    """Move a model by one update or by a mean of updates, and store it: w <- w + change.
+
+    An update is a difference only in its parameters: its running statistics and counters are those after training, and
+    become the new model's. The new model is stored as the successor of the old one, so devices fetch the difference.
+
+    Args:
+        model: w, such as `state.model`.
+        change: an accepted answer; the mean that `average` returns; or what the method makes of them, as a `Model`
+            whose `params` are differences. None: the model stays.
+        layout: of the model, such as `state.layout`.
+        fleet: where models are kept.
+
+    Returns:
+        The new model; the old one where the new one would not be finite (this is logged).
+    """
+    if isinstance(change, Trained):
+        change = fleet.get(change.update, layout)
+    return stepped(ServerModel(model=model), change, layout, fleet, gamma=0.0).model
 
 
-def stepped(server: ServerModel, mean: Average | None, layout: Layout, fleet: Fleet, *, gamma: float) -> ServerModel:
+def stepped(
+    server: ServerModel, mean: Average | Model | None, layout: Layout, fleet: Fleet, *, gamma: float
+) -> ServerModel:
     """One step: v <- gamma v + mean change;  w <- w + v.  Buffers and counters are the mean's.
 
     Args:
