@@ -1,7 +1,7 @@
 """Guards against hostile devices, and guards that hide devices from the server: settings and combinations.
 
 All methods share `Protection`, and `COMBINATIONS` is the one table of what can be combined. A method lists in
-`Method.UNPROTECTED` which guards do not fit it. Invalid combinations are refused before a run, with the reason.
+`Method.REFUSED` which guards do not fit it. Invalid combinations are refused before a run, with the reason.
 """
 
 from __future__ import annotations
@@ -172,12 +172,12 @@ def without_noise(*told: tuple[type[Action], str]) -> str:
     return f"it needs {fields}, which has no noise; " + WITHOUT
 
 
-def check(protection: Protection, unfit: Mapping[Guard, str], method: str, codec: Codec = Codec.INT8) -> None:
+def check(protection: Protection, unfit: Mapping[str, str], method: str, codec: Codec = Codec.INT8) -> None:
     """Refuse invalid combinations before a run.
 
     Args:
         protection: the settings.
-        unfit: the guards that do not fit the method, and why.
+        unfit: by guard, why it does not fit the method; other keys are none of this.
         method: its name.
         codec: of the updates.
 

@@ -67,7 +67,7 @@ def run(settings: DemoSettings, watch: Watch, options: Mapping[str, Option], beg
         TransportError: the broker does not start.
     """
     watch("partitioning the samples")
-    cameras = partition_samples(settings, server_data=needs_server_data(settings.method, options))
+    cameras = partition_samples(settings, server_data=method_class(settings.method).needs_server_data(options))
     ours, summary, broker = asyncio.run(over_mqtt(settings, cameras, watch, options))
     runs = [*baselines(settings, cameras, summary, watch), *ours]
     found = compare_runs(as_simulated(settings), runs, [run.method for run in runs], [settings.seed], Local.name, None)
@@ -148,12 +148,6 @@ async def over_mqtt(
 
 
 # ------------------------------------------------------------------------------------------------------- the data
-
-
-def needs_server_data(method: str, options: Mapping[str, Option]) -> bool:
-    """Whether the server, too, learns from labelled samples."""
-    given = {"", *(f"{name}={value}" for name, value in options.items())}
-    return not given.isdisjoint(method_class(method).SERVER_DATA)
 
 
 def partition_samples(settings: DemoSettings, *, server_data: bool = False) -> Federation:

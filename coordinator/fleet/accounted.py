@@ -1,7 +1,7 @@
 """A fleet whose devices report only what noise protects: the view of methods under differential privacy.
 
 Orders to train become orders to train by DP-SGD. Nothing else that depends on samples is requested; a method that needs
-such data is refused before the run (`Method.UNPROTECTED`), and here as a second check.
+such data is refused before the run (`Method.REFUSED`), and here as a second check.
 """
 
 from __future__ import annotations

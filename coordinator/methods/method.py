@@ -15,7 +15,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from coordinator.aggregation.protection import SUMMABLE, Guard, without_noise
+from coordinator.aggregation.protection import SUMMABLE, without_noise
 from coordinator.aggregation.protection import check as check_protection
 from coordinator.fleet.accounted import AccountedFleet
 from coordinator.fleet.fleet import Fleet
@@ -25,7 +25,7 @@ from coordinator.methods.installation import install
 from coordinator.methods.option_values import NoOptions, options_of, without_privacy
 from coordinator.methods.promises import Shared, Watched, require_heeded, require_next
 from coordinator.methods.rounds import round_rng
-from coordinator.methods.settings import MethodSettings
+from coordinator.methods.settings import MethodSettings, Option
 from coordinator.methods.state import ModelState, S
 from coordinator.selection.select import cohort_size, uniform
 from fedge.data.task import TaskSpec
@@ -58,52 +58,39 @@ UNACCOUNTED: Final[Mapping[str, str]] = {
 class Method(Generic[S]):
     """One way to learn: the server half, over the steps that it composes.
 
-    A method defines its `name`, its `Options`, if any, and `round`. By default it has one model, and after R rounds of
-    training every device installs the model it is served. A method with more models defines `State`, `init` and
-    `serves`, too. A variant of a method is a subclass that overrides what differs.
+    A method defines its `name`, its `Options`, if any, and `round`; all else has a default. By default it has one
+    model, and after R rounds of training every device installs the model it is served. A method with more models
+    defines `State`, `init` and `serves`, too. A variant of a method is a subclass that overrides what differs.
     """
 
     name: ClassVar[str]
     Options: ClassVar[type[Struct]] = NoOptions
     State: ClassVar[type[Any]] = ModelState
-    SELECTIONS: ClassVar[tuple[str, ...]] = ()
-    """Possible selections of cohorts (`coordinator.selection`), the default first; empty: there is no choice. Otherwise
-    rules of other packages are possible, too (`coordinator.methods.option_values`)."""
-    REFUSED: ClassVar[Mapping[str, str]] = {}
-    """Why there is no such option (by NAME) or word (by NAME=VALUE), or what replaces it."""
-    UNPROTECTED: ClassVar[Mapping[Guard, str]] = {}
-    """Guards that do not fit the method (`coordinator.aggregation.protection`), and why."""
-    SUMS: ClassVar[Weights | None] = None
-    """The devices' weights, if the server needs only the mean of each cluster and each device is in one: then training
-    can be masked (`coordinator.fleet.masked`)."""
-    NO_RELAYS: ClassVar[Mapping[str, str]] = {}
-    """Why devices cannot be behind relays (`coordinator.fleet.relayed`), by option: NAME=VALUE, NAME (if not 0), or ""
-    for the method itself; empty: they can."""
-    NO_FINE_TUNING: ClassVar[str] = ""
-    """Why "+ft" is refused; empty: it is not."""
     steps: ClassVar[tuple[type[Action], ...]] = ()
     """Its own steps, which no entry point names."""
     HEEDS: ClassVar[frozenset[Shared]] = frozenset()
     """Which of these settings it heeds; the others are refused. A method says so once it does (`promises.HOW`)."""
-    SERVER_DATA: ClassVar[frozenset[str]] = frozenset()
-    """Options, as NAME=VALUE, with which it learns from the server's labelled samples; "": it always does."""
+    SELECTIONS: ClassVar[tuple[str, ...]] = ()
+    """Possible selections of cohorts (`coordinator.selection`), the default first; empty: there is no choice. Otherwise
+    rules of other packages are possible, too (`coordinator.methods.option_values`)."""
+    SUMS: ClassVar[Weights | None] = None
+    """The devices' weights, if the server needs only the mean of each cluster and each device is in one: then training
+    can be masked (`coordinator.fleet.masked`)."""
     REVEALS: ClassVar[frozenset[Reveals]] = frozenset()
     """What a device's owner must let out for it, beyond the default rules."""
-    WITHOUT_PROFILE: ClassVar[str] = ""
-    """What becomes of rounds that wait for their devices if the network has no ReLU for a profile; empty: such a method
-    takes profiles for its `clustering` alone, if at all."""
-    SERVES_LATE_JOINERS: ClassVar[bool] = False
-    """Whether `serve_late_joiners` equips devices that come after the end."""
+    REFUSED: ClassVar[Mapping[str, str]] = {}
+    """What somebody may ask for and it does not have, and why, or what replaces it: an option (NAME) or a word of one
+    (NAME=VALUE), a guard (such as dp; `coordinator.aggregation.protection`), or +ft."""
 
     def __init__(self, settings: MethodSettings, server: Server = NO_DATA) -> None:
         self.settings = settings
         self.server = server
         self.options: Any
         self.options, self.selection = options_of(type(self), settings.options)
-        if settings.fine_tune and self.NO_FINE_TUNING:
-            raise ConfigError(f"{self.NO_FINE_TUNING}: leave out +ft")
-        unmasked: dict[Guard, str] = {} if self.SUMS else {"masking": "its server needs more of updates than their sum"}
-        check_protection(settings.protection, {**unmasked, **self.UNPROTECTED}, self.name, settings.codec)
+        if settings.fine_tune and (why := self.REFUSED.get(FINE_TUNED)):
+            raise ConfigError(f"{why}: leave out {FINE_TUNED}")
+        unmasked = {} if self.SUMS else {"masking": "its server needs more of updates than their sum"}
+        check_protection(settings.protection, {**unmasked, **self.REFUSED}, self.name, settings.codec)
         require_heeded(self.name, self.HEEDS, settings.shared())
         if settings.protection.dp and (why := UNACCOUNTED.get(self.selection or "", without_privacy(self.selection))):
             raise ConfigError(f"selection={self.selection} and dp do not combine: {why}")
@@ -116,16 +103,26 @@ class Method(Generic[S]):
             ConfigError: some of them do not combine, or something is missing.
         """
 
+    @classmethod
+    def needs_server_data(cls, options: Mapping[str, Option]) -> bool:  # noqa: ARG003 - no method does by default
+        """Whether it learns from labelled samples of the server, with these options, as they are given."""
+        return False
+
+    @classmethod
+    def without_profile(cls, options: Any) -> str:
+        """What becomes of it if the network has no ReLU for a profile; empty: it needs none. `options`: its own."""
+        if getattr(options, "clustering", "labels") in {"labels", "mctc"}:
+            return ""
+        return "all will share one model: end the hidden layers with torch.nn.ReLU(), or take --option clustering=mctc"
+
     def no_relays(self) -> str:
-        """Why devices cannot be behind relays; empty: they can."""
+        """Why devices cannot be behind relays (`coordinator.fleet.relayed`); empty: they can."""
         protection = self.settings.protection
         if protection.masking:
             return "the server itself sums the masked updates"
         if protection.average not in SUMMABLE:
             return f"--average {protection.average} needs each device's update; norm-clipped, clipped and mean do not"
-        chosen = msgspec.structs.asdict(self.options)
-        given = {"", *(f"{name}={value}" for name, value in chosen.items()), *(name for name in chosen if chosen[name])}
-        return next((why for which, why in self.NO_RELAYS.items() if which in given), "")
+        return ""
 
     def init(self, layout: Layout, model: BlobRef) -> S:
         """The state before round 1; `model` is the common initial model."""
@@ -160,7 +157,7 @@ class Method(Generic[S]):
         return None
 
     async def serve_late_joiners(self, state: S, fleet: Fleet) -> S:
-        """A bundle for each device that comes after the end."""
+        """A bundle for each device that comes after the end; a method that does not define this has none for them."""
         raise NotImplementedError
 
     def begin(self, layout: Layout, model: BlobRef) -> S:

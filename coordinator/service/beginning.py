@@ -141,12 +141,12 @@ def method_of(
     Raises:
         ConfigError: no such method, or it lacks something.
     """
-    if settings.train_on is not Processor.CPU and "" not in method_class(settings.method).SERVER_DATA:
+    if settings.train_on is not Processor.CPU and not method_class(settings.method).needs_server_data({}):
         raise ConfigError(
             f"{settings.method} trains no network on the server: --train-on is for fedcoe, and for agents"
         )
     server_data = None if settings.server_data is None else labelled(task, settings.server_data)
     method = make(settings.method, settings.for_method(options, last), Server(task, server_data))
-    if settings.late_joiners and not method.SERVES_LATE_JOINERS:
+    if settings.late_joiners and type(method).serve_late_joiners is Method.serve_late_joiners:
         raise ConfigError(f"{settings.method} has nothing for devices that come after the end; fedge and fedcoe have")
     return method

@@ -262,11 +262,7 @@ def _memory(ram_gb: float, devices_gb: float | None) -> list[Finding]:
 def without_profile(method: str, options: Mapping[str, Option]) -> str:
     """Effect on a method if the network has no ReLU for a profile; empty: it needs none."""
     chosen, _ = options_of(kind := method_class(method), options)
-    if kind.WITHOUT_PROFILE and not getattr(chosen, "buffer", 0):
-        return kind.WITHOUT_PROFILE
-    if getattr(chosen, "clustering", "labels") in {"labels", "mctc"}:
-        return ""
-    return "all will share one model: end the hidden layers with torch.nn.ReLU(), or take --option clustering=mctc"
+    return kind.without_profile(chosen)
 
 
 def first_model(

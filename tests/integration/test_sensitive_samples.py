@@ -38,6 +38,7 @@ from fedge.data.validation import Validation
 from fedge.models import build
 from fedge.steps.contract import report_of
 from fedge.steps.sgd import Sgd
+from fedge.system.loading import FINE_TUNED
 from fedge.tasks import DeviceData, Partitioning, Pool, device_data, partition, pool, share_data
 from fedge.tensors.layout import unflatten
 from fedge.wire.connection.broker import BrokerSettings
@@ -58,7 +59,7 @@ METHODS = [
 ]
 PRIVATE = ["fedavg", "fedavgm", "fedbuff", "fedprox", "fedper", "fedrep", "lg-fedavg"]
 """Methods that differential privacy is for."""
-TUNED = {name for name in installed_methods() if not method_class(name).NO_FINE_TUNING} - {"fedge"}
+TUNED = {name for name in installed_methods() if FINE_TUNED not in method_class(name).REFUSED} - {"fedge"}
 OFTEN = [
     *sorted({f"{name}+ft" for name in TUNED} - {*METHODS}),
     "fedge+ft:mode=shift",

@@ -49,9 +49,9 @@ class Dbe(PersonalLayers[DbeState]):
     Options: ClassVar[type[Struct]] = Options
     needs_head = True
     REFUSED = NO_CLUSTERS | {
-        "feature_momentum": "the mean is that of the present batch, which is momentum 1; kappa says how much it counts"
+        "feature_momentum": "the mean is that of the present batch, which is momentum 1; kappa says how much it counts",
+        "dp": without_noise((MeanFeatures, "mean"), (TrainDbe, "update")),
     }
-    UNPROTECTED = {"dp": without_noise((MeanFeatures, "mean"), (TrainDbe, "update"))}
 
     def init(self, layout: Layout, model: BlobRef) -> DbeState:
         """The state before round 1.

@@ -12,6 +12,7 @@ from msgspec import Meta, Struct
 
 from coordinator.aggregation.protection import without_noise
 from coordinator.methods.baselines.personal_layers import PersonalLayers, PersonalState
+from coordinator.methods.parts.cohort import NO_CLUSTERS
 from fedge.steps.training.train_ditto import TrainDitto
 
 
@@ -26,7 +27,7 @@ class Ditto(PersonalLayers[PersonalState]):
 
     name = "ditto"
     Options: ClassVar[type[Struct]] = Options
-    UNPROTECTED = {"dp": without_noise((TrainDitto, "update"))}
+    REFUSED = NO_CLUSTERS | {"dp": without_noise((TrainDitto, "update"))}
 
     def step(self, state: PersonalState, **common: Any) -> TrainDitto:  # noqa: ARG002 - the same in all rounds
         """Both models learn."""

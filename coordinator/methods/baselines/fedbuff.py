@@ -53,7 +53,10 @@ class FedBuff(Method[FedBuffState]):
         "clustering": NO_CLUSTERS["clustering"],
         "selection": "nobody is chosen for a step: devices that are idle are drawn",
     }
-    NO_RELAYS = {"": ONE_BY_ONE}
+
+    def no_relays(self) -> str:
+        """It takes answers one by one."""
+        return super().no_relays() or ONE_BY_ONE
 
     async def round(self, state: FedBuffState, fleet: Fleet) -> FedBuffState:
         """Fill the buffer, step."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from coordinator.aggregation.protection import without_noise
 from coordinator.methods.baselines.personal_layers import PersonalLayers, PersonalState
+from coordinator.methods.parts.cohort import NO_CLUSTERS
 from fedge.steps.training.train_rod import TrainRod
 
 
@@ -18,7 +19,7 @@ class FedRod(PersonalLayers[PersonalState]):
 
     name = "fedrod"
     needs_head = True
-    UNPROTECTED = {"dp": without_noise((TrainRod, "update"))}
+    REFUSED = NO_CLUSTERS | {"dp": without_noise((TrainRod, "update"))}
 
     def step(self, state: PersonalState, **common: Any) -> TrainRod:  # noqa: ARG002 - the same in all rounds
         """Both heads learn."""

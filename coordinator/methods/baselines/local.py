@@ -17,6 +17,7 @@ from coordinator.methods.rounds import insist, results, steps_alone
 from coordinator.methods.state import ModelState
 from fedge.steps.mixture.install import FineTune, Install, Installed
 from fedge.steps.sgd import Sgd
+from fedge.system.loading import FINE_TUNED
 from fedge.wire.messages import BlobRef
 
 
@@ -28,11 +29,12 @@ class Local(Method[ModelState]):
     REFUSED = {
         "clustering": "every device learns alone",
         "selection": "every device learns alone, once, and none is left out",
+        **dict.fromkeys(
+            ("median", "trimmed-mean", "multi-krum", "centred-clipping"),
+            "every device learns alone: nothing is averaged",
+        ),
+        FINE_TUNED: "local models have nothing to be fine-tuned from",
     }
-    UNPROTECTED = dict.fromkeys(
-        ("median", "trimmed-mean", "multi-krum", "centred-clipping"), "every device learns alone: nothing is averaged"
-    )
-    NO_FINE_TUNING = "local models have nothing to be fine-tuned from"
 
     def done(self, state: ModelState) -> bool:
         """After one round."""

@@ -94,8 +94,6 @@ class Cfic(Method[CficState]):
     Options: ClassVar[type[Struct]] = Options
     State = CficState
     SELECTIONS = ("stratified", "ccmab", "uniform", "fastest")
-    UNPROTECTED = {"dp": without_noise((DescribeLabels, "feature"))}
-    NO_RELAYS = {"clustering=mctc": "it clusters by each device's update"}
     REFUSED = {
         **dict.fromkeys(
             ("norm", "scale"),
@@ -104,6 +102,7 @@ class Cfic(Method[CficState]):
         "psi": "the label feature is that of the signed deviation (cfic.md section 9)",
         "registration": "label features are told before training (cfic.md section 9)",
         "n_clusters": "k-means and agglomerative make as many clusters as AIDC would; fedepc has n_clusters",
+        "dp": without_noise((DescribeLabels, "feature")),
     }
 
     def set_up(self) -> None:
@@ -111,6 +110,10 @@ class Cfic(Method[CficState]):
         self._by_label = self.options.clustering == "labels"
         self._unknown = 0 if self._by_label else self.settings.rounds // 3  # rounds in which no device has a cluster
         self._bandit = bandit_of(self.settings)
+
+    def no_relays(self) -> str:
+        """With clusters of updates it needs each one."""
+        return super().no_relays() or grouping.no_relays(self.options.clustering)
 
     def recluster(self, state: CficState) -> CficState | None:
         """Forget the descriptions, so that all devices describe themselves again."""

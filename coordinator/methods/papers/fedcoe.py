@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 import msgspec
@@ -27,6 +27,7 @@ from coordinator.methods.parts.cohort import NO_CLUSTERS, SELECTIONS, ChoosingSt
 from coordinator.methods.promises import SHARED
 from coordinator.methods.rounds import insist, results, round_done, round_rng
 from coordinator.methods.server.learning import ServerData, Trunk
+from coordinator.methods.settings import Option
 from export.gate import gate_onnx
 from fedge.errors import ConfigError
 from fedge.models.training import torch_device
@@ -112,7 +113,6 @@ class FedCoE(Method[FedCoEState]):
     HEEDS = SHARED
     Options: ClassVar[type[Struct]] = Options
     SELECTIONS = SELECTIONS
-    NO_RELAYS = {"": "its server asks each device's model"}
     REFUSED = NO_CLUSTERS | {
         "clustering": "experts come from classes of the server data, and every device mixes all of them; n_experts "
         "says how many; cfic, fedepc, fedge and scmoe-pfl make clusters of devices",
@@ -122,8 +122,6 @@ class FedCoE(Method[FedCoEState]):
         "n_top": "N_top is half of the clients of a round, as in the paper; n_experts says how many experts they feed",
         "weight_decay": "--weight-decay sets it for every method",
         **dict.fromkeys(("delta", "pretraining_epochs", "refresh_epochs", "size_weighting", "top"), DEFAULT_STANDS),
-    }
-    UNPROTECTED = {
         "dp": without_noise((Route, "shares")),
         **dict.fromkeys(
             ("median", "trimmed-mean", "multi-krum", "centred-clipping"),
@@ -131,8 +129,6 @@ class FedCoE(Method[FedCoEState]):
             "or mean",
         ),
     }
-    SERVER_DATA = frozenset({""})
-    SERVES_LATE_JOINERS = True
     PRETRAINING_EPOCHS: ClassVar[int] = 30
     """Of experts and gate, section 3."""
     TOP: ClassVar[int] = 2
@@ -153,6 +149,15 @@ class FedCoE(Method[FedCoEState]):
         self.sgd = msgspec.structs.replace(settings.sgd, weight_decay=settings.sgd.weight_decay or WEIGHT_DECAY)
         self.server_data = ServerData(task, *server_data, torch_device(settings.train_on))
         self._groups = correlation.class_groups(task.n_classes, self.options.n_experts)
+
+    @classmethod
+    def needs_server_data(cls, options: Mapping[str, Option]) -> bool:  # noqa: ARG003 - with all of them
+        """It does, for its experts and its gate."""
+        return True
+
+    def no_relays(self) -> str:
+        """Its server runs the devices' models."""
+        return super().no_relays() or "its server asks each device's model"
 
     def parameters(self) -> Preset:
         """The preset's, overridden by `tau`."""

@@ -41,6 +41,7 @@ from coordinator.methods.parts.unresponsive import AskingState, ask, awake
 from coordinator.methods.promises import SHARED
 from coordinator.methods.rounds import accepted, mean_loss, round_done, round_rng
 from coordinator.methods.server.extractor import check_samples, trained_extractor
+from coordinator.methods.settings import Option
 from coordinator.selection import ccmab
 from coordinator.selection.select import choose, cohort_size, uniform
 from coordinator.store.records import Device
@@ -130,10 +131,7 @@ class FedEpc(Method[FedEpcState]):
     HEEDS = SHARED
     Options: ClassVar[type[Struct]] = Options
     SELECTIONS = ("ccmab", "uniform", "fastest", "stratified")
-    UNPROTECTED = {"dp": without_noise((Profile, "profile"), (Train, "loss_before"))}
     SUMS = "equal"
-    SERVER_DATA = frozenset({"extractor=server"})
-    NO_RELAYS = {"clustering=mctc": "it clusters by each device's update"}
     REFUSED = {
         "extractor=proxy": "it is called server now",
         **dict.fromkeys(
@@ -143,6 +141,7 @@ class FedEpc(Method[FedEpcState]):
             ("fairness", "search"),
             "it only remade a row of fedepc.md section 8.3: benchmarks/papers/fedepc.py has it as a class",
         ),
+        "dp": without_noise((Profile, "profile"), (Train, "loss_before")),
     }
 
     def set_up(self) -> None:
@@ -163,6 +162,15 @@ class FedEpc(Method[FedEpcState]):
         self._warm_up = settings.rounds // 3 if options.warm_up is None else min(options.warm_up, settings.rounds)
         self._sgd = msgspec.structs.replace(settings.sgd, proximal_mu=PROXIMAL_MU)
         self._bandit = self.bandit()
+
+    @classmethod
+    def needs_server_data(cls, options: Mapping[str, Option]) -> bool:
+        """Whether the extractor is the server's."""
+        return options.get("extractor") == "server"
+
+    def no_relays(self) -> str:
+        """With clusters of updates it needs each one."""
+        return super().no_relays() or grouping.no_relays(self.options.clustering)
 
     def bandit(self) -> ccmab.Settings:
         """Of the clusters' bandits; by default there is no deadline where everybody trains."""

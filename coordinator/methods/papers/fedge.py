@@ -162,25 +162,22 @@ class Fedge(Method[FedgeState]):
     HEEDS = SHARED
     Options: ClassVar[type[Struct]] = Options
     SELECTIONS = ("ccmab", "uniform", "fastest", "stratified")
-    UNPROTECTED = {
+    REFUSED = {
+        **dict.fromkeys(
+            (
+                *("candidates", "energy", "final_fit", "gate", "guard", "local", "prior", "private_start"),
+                *("private_steps", "shrinkage", "split=statistic", "temperature", "weights"),
+            ),
+            ABLATION,
+        ),
         "dp": without_noise(
             (Profile, "profile"),
             (Trial, "delta"),
             (FitCandidates, "losses"),
             (FitWeights, "weights"),
             (FitEnergy, "pooled_losses"),
-        )
-    }
-    REFUSED = dict.fromkeys(
-        (
-            *("candidates", "energy", "final_fit", "gate", "guard", "local", "prior", "private_start", "private_steps"),
-            *("shrinkage", "split=statistic", "temperature", "weights"),
         ),
-        ABLATION,
-    )
-    NO_RELAYS = {"buffer": ONE_BY_ONE}
-    WITHOUT_PROFILE = "all form one group when it is chosen who trains; experts come from their updates, as always"
-    SERVES_LATE_JOINERS = True
+    }
     SHRINKAGE: ClassVar[float] = 20.0
     """a of the devices' own weights, in samples (section 8)."""
     WEIGHT_TURNS: ClassVar[tuple[str, ...]] = ("weights-1", "weights-2")
@@ -197,6 +194,17 @@ class Fedge(Method[FedgeState]):
                 "with buffer nobody is chosen for a round: devices that are idle are drawn; leave out selection"
             )
         self._bandit = bandit_of(self.settings)
+
+    @classmethod
+    def without_profile(cls, options: Any) -> str:
+        """Profiles say only who is chosen to train; an asynchronous run has none."""
+        if options.buffer:
+            return super().without_profile(options)
+        return "all form one group when it is chosen who trains; experts come from their updates, as always"
+
+    def no_relays(self) -> str:
+        """An asynchronous run takes answers one by one."""
+        return super().no_relays() or (ONE_BY_ONE if self.options.buffer else "")
 
     def init(self, layout: Layout, model: BlobRef) -> FedgeState:
         """The state before round 1."""

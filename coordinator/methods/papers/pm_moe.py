@@ -29,6 +29,7 @@ from fedge.steps.contract import Reveals
 from fedge.steps.mixture.fit_pool import FitPool
 from fedge.steps.mixture.install import Installed
 from fedge.steps.training.share_private import PrivateShared, SharePrivate
+from fedge.system.loading import FINE_TUNED
 from fedge.tensors.layout import Layout
 from fedge.wire.messages import BlobRef
 
@@ -59,9 +60,7 @@ class PmMoe(Method[PersonalState]):
     HEEDS = SHARED
     Options: ClassVar[type[Struct]] = Options
     SELECTIONS = SELECTIONS
-    UNPROTECTED = {"dp": without_noise((SharePrivate, "module"))}
     REVEALS = frozenset({Reveals.PRIVATE})
-    NO_RELAYS = {"": "devices hand their private modules to each other"}
     REFUSED = {
         **NO_CLUSTERS,
         **dict.fromkeys(("feature_momentum", "head_steps", "kappa"), "the base has its default"),
@@ -69,8 +68,9 @@ class PmMoe(Method[PersonalState]):
             ("dropout", "gate_batch_size", "gate_epochs", "gate_learning_rate", "temperature"), "its default stands"
         ),
         "preset": "benchmarks/papers/pm_moe.py has the paper's gate as a class",
+        "dp": without_noise((SharePrivate, "module")),
+        FINE_TUNED: "pm-moe ends in a gate over what the devices kept",
     }
-    NO_FINE_TUNING = "pm-moe ends in a gate over what the devices kept"
     PRESET: ClassVar[Literal["anchored", "paper"]] = "anchored"
     """Of the gate (section 5)."""
 
@@ -87,6 +87,10 @@ class PmMoe(Method[PersonalState]):
         assert isinstance(base, PersonalLayers)
         base.pooled = True
         self._base: PersonalLayers[Any] = base
+
+    def no_relays(self) -> str:
+        """Every device gets the others' modules."""
+        return super().no_relays() or "devices hand their private modules to each other"
 
     def init(self, layout: Layout, model: BlobRef) -> PersonalState:
         """The base's state before round 1."""

@@ -35,6 +35,7 @@ from fedge.steps.descriptions.describe_labels import DescribeLabels, LabelsDescr
 from fedge.steps.mixture.fit_mixture import FitMixture, GateData, Offset
 from fedge.steps.mixture.install import Installed
 from fedge.steps.training.train import MAX_STARTS, Start, Train, Trained
+from fedge.system.loading import FINE_TUNED
 from fedge.tensors.layout import Floats, Layout, Model, Tensors
 from fedge.wire.messages import BlobRef
 
@@ -141,11 +142,6 @@ class ScmoePfl(Method[ScmoeState]):
     HEEDS = SHARED
     Options: ClassVar[type[Struct]] = Options
     SELECTIONS = SELECTIONS
-    UNPROTECTED = {
-        "dp": without_noise((Train, "cluster")),
-        "masking": "its clusters overlap: sums over such clusters differ by few devices, whose updates they show",
-    }
-    NO_RELAYS = {"": "it goes by the model that each device has trained"}
     REFUSED = {
         "clustering=aidc": "profiles are taken with a model that all have trained, and from the second round on there "
         "is none; fedge:clustering=aidc:split=always gives every group of profiles an expert and each device a mixture",
@@ -154,12 +150,18 @@ class ScmoePfl(Method[ScmoeState]):
         **dict.fromkeys(("tau", "distinct", "centres_join", "reference", "private_start"), PRESET),
         **dict.fromkeys(("alone", "centred", "energy", "energy_offset", "gate", "space"), ABLATION),
         **dict.fromkeys(("update", "n_components", "component_energy", "theta", "temperature"), "its default stands"),
+        "dp": without_noise((Train, "cluster")),
+        "masking": "its clusters overlap: sums over such clusters differ by few devices, whose updates they show",
+        FINE_TUNED: "scmoe-pfl ends in mixtures with a fine-tuned private model",
     }
-    NO_FINE_TUNING = "scmoe-pfl ends in mixtures with a fine-tuned private model"
 
     def set_up(self) -> None:
         """The parameters of all rounds."""
         self._p = self.parameters()
+
+    def no_relays(self) -> str:
+        """Its experts are means of whole models."""
+        return super().no_relays() or "it goes by the model that each device has trained"
 
     def parameters(self) -> Parameters:
         """The preset's, overridden by options."""

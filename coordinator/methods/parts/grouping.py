@@ -56,6 +56,11 @@ class Description(Struct, frozen=True, kw_only=True):
     direction: BlobRef | None = None
 
 
+def no_relays(how: Clustering) -> str:
+    """Why a method cannot cluster devices behind relays; empty: it can."""
+    return "it clusters by each device's update" if how == "mctc" else ""
+
+
 def of_one_length(known: Mapping[str, Description], new: Mapping[str, Description]) -> dict[str, Description]:
     """Comparable profiles, by ascending id: those of the most common length, on a tie that of known ones.
 

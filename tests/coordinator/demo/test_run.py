@@ -12,10 +12,9 @@ from coordinator.demo.run import (
     _coordinator_flags,
     best_expert,
     installed_bundles,
-    needs_server_data,
     partition_samples,
 )
-from coordinator.methods.catalogue import make
+from coordinator.methods.catalogue import make, method_class
 from coordinator.methods.settings import MethodSettings
 from coordinator.simulation.rounds import run
 from coordinator.simulation.settings import DemoSettings
@@ -124,7 +123,7 @@ def test_methods_whose_server_learns_get_labelled_samples_that_no_device_has(
     method: str, options: dict[str, str], wanted: bool, tmp_path: Path
 ) -> None:
     settings = DemoSettings(out=tmp_path, devices=3, samples=400, method=method)
-    assert needs_server_data(method, options) is wanted
+    assert method_class(method).needs_server_data(options) is wanted
     cameras = partition_samples(settings, server_data=wanted)
     assert ("--server-data" in _coordinator_flags(settings, options)) is wanted
     n_samples = sum(len(s.y_train) + len(s.y_val) + len(s.y_test) for s in cameras.shares.values())

@@ -38,10 +38,10 @@ def settings(**changes: Any) -> MethodSettings:
 
 
 def test_each_method_goes_with_it_or_says_which_field_it_needs() -> None:
-    goes = [name for name in installed_methods() if "dp" not in method_class(name).UNPROTECTED]
+    goes = [name for name in installed_methods() if "dp" not in method_class(name).REFUSED]
     assert tuple(goes) == GOES
     for name in set(installed_methods()) - set(GOES):
-        why = method_class(name).UNPROTECTED["dp"]
+        why = method_class(name).REFUSED["dp"]
         named = re.findall(r"(\w+) of step (\w+)", why)
         assert named
         assert all(field in unaccounted(installed_steps()[step]) for field, step in named)

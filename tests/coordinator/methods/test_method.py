@@ -2,7 +2,9 @@
 
 import pytest
 
-from coordinator.methods.catalogue import make
+from coordinator.aggregation.protection import Protection
+from coordinator.methods.catalogue import make, method_class
+from coordinator.methods.option_values import options_of
 from coordinator.methods.options import method_and_options
 from coordinator.methods.settings import MethodSettings
 from coordinator.methods.state import dump, load
@@ -37,3 +39,47 @@ async def test_parts_are_exchanged_by_configuration_and_it_runs_to_its_end(text,
     state = await run(method, method.init(layout, first), fleet)
     assert set(state.installed) == set(fleet.workers)
     assert load(dump(state), type(state)).installed == state.installed
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("fedavg", ""),
+        ("cfic", ""),
+        ("cfic:clustering=mctc", "it clusters by each device's update"),
+        ("fedepc:clustering=mctc", "it clusters by each device's update"),
+        ("fedepc", ""),
+        ("fedbuff", "it takes answers one by one, and a relay gives those of its site together"),
+        ("fedge", ""),
+        ("fedge:buffer=3", "it takes answers one by one, and a relay gives those of its site together"),
+        ("scmoe-pfl", "it goes by the model that each device has trained"),
+        ("pm-moe", "devices hand their private modules to each other"),
+    ],
+)
+def test_a_method_says_why_devices_cannot_be_behind_relays(text: str, why: str) -> None:
+    """What is true of every method comes first: a rule that needs single updates."""
+    name, options = method_and_options(text)
+    assert make(name, MethodSettings(options=options)).no_relays() == why
+    median = make(name, MethodSettings(options=options, protection=Protection(average="median")))
+    assert median.no_relays().startswith("--average median needs each device's update")
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("fedavg", ""),
+        ("cfic", ""),
+        ("cfic:clustering=aidc", "all will share one model"),
+        ("fedepc", "all will share one model"),
+        ("fedepc:clustering=labels", ""),
+        ("fedge", "all form one group when it is chosen who trains"),
+        ("fedge:buffer=3", ""),
+        ("fedge:buffer=3:clustering=aidc", "all will share one model"),
+    ],
+)
+def test_a_method_says_what_becomes_of_it_in_a_network_without_a_relu(text: str, why: str) -> None:
+    name, given = method_and_options(text)
+    kind = method_class(name)
+    found = kind.without_profile(options_of(kind, given)[0])
+    assert found.startswith(why)
+    assert bool(found) == bool(why)

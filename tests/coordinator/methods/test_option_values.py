@@ -2,14 +2,20 @@
 
 import math
 import re
+from typing import get_args
 
 import msgspec
+import numpy as np
 import pytest
 
+from coordinator.aggregation.protection import Guard, Protection
 from coordinator.methods.catalogue import installed_methods, make, method_class
+from coordinator.methods.method import Server
 from coordinator.methods.options import check, method_and_options
 from coordinator.methods.settings import MethodSettings
 from fedge.errors import ConfigError
+from fedge.system.loading import FINE_TUNED
+from fedge.tasks import task_spec
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
@@ -36,15 +42,30 @@ def test_what_was_asked_for_and_would_not_happen_is_refused(text: str, words: st
         check(*method_and_options(text))
 
 
+ELSEWHERE = {*get_args(Guard), FINE_TUNED}
+"""What a method may refuse besides options."""
+
+
 @pytest.mark.parametrize("name", installed_methods())
 def test_an_option_that_there_is_not_says_why_or_what_replaces_it(name: str) -> None:
     kind = method_class(name)
     known = {field.name for field in msgspec.structs.fields(kind.Options)}
     for option, why in kind.REFUSED.items():
         own, _, word = option.partition("=")
-        assert (own in known) == (bool(word) and own != "selection"), option
-        with pytest.raises(ConfigError, match=re.escape(why)):
-            check(name, {own: word or 1})
+        if option not in ELSEWHERE:
+            assert (own in known) == (bool(word) and own != "selection"), option
+            with pytest.raises(ConfigError, match=re.escape(why)):
+                check(name, {own: word or 1})
+
+
+@pytest.mark.parametrize("name", installed_methods())
+def test_a_guard_and_fine_tuning_are_refused_with_the_same_table(name: str) -> None:
+    server = Server(task_spec("digits"), (np.zeros((20, 64), np.float32), np.arange(20) % 10))
+    protections = {"dp": Protection(dp_epsilon=8.0), "masking": Protection(masking=True, average="mean")}
+    for what in ELSEWHERE & method_class(name).REFUSED.keys():
+        guard = protections.get(what) or (Protection(average=what) if what != FINE_TUNED else Protection())
+        with pytest.raises(ConfigError, match=re.escape(method_class(name).REFUSED[what])):
+            make(name + FINE_TUNED * (what == FINE_TUNED), MethodSettings(protection=guard), server)
 
 
 def test_the_selection_is_every_methods_and_the_first_is_the_default() -> None:
