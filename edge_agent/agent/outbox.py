@@ -28,6 +28,7 @@ from typing import Final, Self, TypeVar
 import msgspec
 
 from edge_agent.agent.uptime import boot, uptime_s
+from edge_agent.device.verdicts import ACKED, Verdict, verdicts
 from fedge.errors import MALFORMED, ConfigError, ProtocolError, StoreError, failing_as
 from fedge.system.files import BlobFolder, locked, read_kept, write_atomically
 from fedge.wire.messages import Ack, Order, Report, blobs_of, decode, encode
@@ -50,17 +51,8 @@ class _Kept(msgspec.Struct, frozen=True):
         return left_s - (uptime_s() - self.at) if self.boot and self.boot == boot() else left_s / 2
 
 
-class Verdict(msgspec.Struct, frozen=True):
-    """How an order ended. reason: why the report was not accepted."""
-
-    order_id: str
-    accepted: bool
-    reason: str = ""
-
-
 T = TypeVar("T")
 _kept = msgspec.msgpack.Decoder(_Kept)
-_verdicts = msgspec.json.Decoder(list[Verdict])
 
 
 class Outbox:
@@ -78,7 +70,7 @@ class Outbox:
         """
         self._orders = folder / "orders"
         self._reports = folder / "reports"
-        self._acked = folder / "acked"
+        self._acked = folder / ACKED.name
         self._lock = ExitStack()
         self._lock.enter_context(locked(folder, f"another agent uses {folder}; give each agent its own --home"))
         self._blob_lock = threading.Lock()
@@ -88,7 +80,7 @@ class Outbox:
             for part in (self._orders, self._reports):
                 part.mkdir(exist_ok=True)
             self._blobs = BlobFolder(folder / "blobs")
-            self.verdicts = read_kept(self._acked, _verdicts.decode) or []
+            self.verdicts = read_kept(self._acked, verdicts.decode) or []
             self._clean_up()
         except (OSError, ConfigError, StoreError) as error:
             self.close()
@@ -146,9 +138,9 @@ class Outbox:
 
     def acknowledge(self, ack: Ack, *, remember: int) -> None:
         """Remember a finished order (the last `remember` of them), then delete its files."""
-        verdicts = [*self.verdicts, Verdict(ack.order_id, ack.accepted, ack.reason)][-remember:]
-        write_atomically(self._acked, msgspec.json.encode(verdicts))
-        self.verdicts = verdicts
+        known = [*self.verdicts, Verdict(ack.order_id, ack.accepted, ack.reason)][-remember:]
+        write_atomically(self._acked, msgspec.json.encode(known))
+        self.verdicts = known
         self.discard(ack.order_id)
 
     def discard(self, order_id: str) -> None:

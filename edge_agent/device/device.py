@@ -55,6 +55,8 @@ Fetch = Callable[[BlobRef], "bytes | Unpacked"]
 """ref -> its blob; unencoded only without a real device."""
 Source = Callable[[int], bytes]
 """n -> n random bytes."""
+Accepted = Callable[[str], "bool | None"]
+"""Id of an order -> whether the coordinator accepted its report; None: no word of it came."""
 _NOISE: Final = 78
 """Keeps a simulation's noise apart from the other uses of an order's seed."""
 
@@ -103,6 +105,13 @@ def as_bytes(blob: bytes | Unpacked, codec_: Codec) -> bytes:
     from fedge.tensors.codecs import encode
 
     return encode(unflatten(blob.model, blob.layout), codec_)
+
+
+class Reported(Struct, frozen=True, kw_only=True):
+    """The last report of a step that asked whether the one before it counted, and what it was told."""
+
+    order_id: str
+    counted: bool | None
 
 
 class Kept(Struct, frozen=True, kw_only=True):
@@ -165,12 +174,14 @@ class Device:
     source: Source
     _fetch: Fetch
     _network: Callable[[], Network]
+    _accepted: Accepted
     stop: Stop = never
     blobs: dict[str, bytes] = field(default_factory=dict)
     unpacked: dict[str, Unpacked] = field(default_factory=dict)
     untimed_s: float = 0.0
     n_updates: int = 0
     _keeps: bool = False
+    _asks: bool = False
 
     @contextmanager
     def untimed(self) -> Iterator[None]:
@@ -207,6 +218,43 @@ class Device:
     def files(self) -> Files:
         """Durable files of this federation and method."""
         return Files(self.home, self.order.run, self.order.round)
+
+    # ------------------------------------------------------------------------------------------------------ reports
+
+    def counted(self) -> bool | None:
+        """Whether the coordinator accepted this step's last report; None: there was none, or no word of it came.
+
+        It is accepted if it came in time and answered its order; how much its round made of it, nobody tells the
+        device. Only reports of orders in which the step asked are known, so a step asks in each, or in none; a refusal
+        is no report. A repeated order is told the same again.
+
+        Raises:
+            StoreError: it cannot be read.
+        """
+        self._asks = True
+        return self._counted
+
+    @cached_property
+    def _counted(self) -> bool | None:
+        data = self.files.read(self._reported)
+        if data is None:
+            return None
+        last = decoded(data, Reported)
+        return last.counted if last.order_id == self.order.id else self._accepted(last.order_id)
+
+    @property
+    def _reported(self) -> str:
+        return f"reported-{self.order.step}"
+
+    def note_report(self) -> None:
+        """Remember that this order ends with a report, for a step that asks whether it counted.
+
+        Raises:
+            StoreError: the disk is full or broken.
+        """
+        if self._asks:
+            report = Reported(order_id=self.order.id, counted=self._counted)
+            self.files.write(self._reported, msgspec.msgpack.encode(report))
 
     # ------------------------------------------------------------------------------------------------------- models
 

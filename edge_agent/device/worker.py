@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,6 +14,7 @@ import msgspec
 
 from edge_agent.device.device import (
     PERSONAL,
+    Accepted,
     Budget,
     Device,
     FailedError,
@@ -26,6 +28,7 @@ from edge_agent.device.device import (
     secret,
 )
 from edge_agent.device.files import newest
+from edge_agent.device.verdicts import was_accepted
 from fedge.errors import DamagedError, FedgeError, ProtocolError, StoreError
 from fedge.steps.contract import (
     Action,
@@ -85,6 +88,10 @@ class Worker:
         budget: for all orders together, by the device's owner.
         source: of an order's noise; only simulations replace the operating system.
 
+    Attributes:
+        accepted: whether the coordinator accepted the report of an order: by default as the agent, whose folder this
+            is, has heard; a simulated fleet says it itself.
+
     Raises:
         ConfigError: a sample has a label that the task does not have.
     """
@@ -113,6 +120,7 @@ class Worker:
         self.budget = budget
         self.source = source
         self.fingerprint = task.fingerprint()
+        self.accepted: Accepted = partial(was_accepted, home)
         self._processor = processor
         self._limits = steps
 
@@ -143,6 +151,7 @@ class Worker:
             source=self.source(order),
             _fetch=fetch,
             _network=lambda: self.network,
+            _accepted=self.accepted,
             stop=stop,
         )
 
@@ -168,7 +177,7 @@ class Worker:
             return Finished(refusal)
         with self._seeded(asked, order.seed):
             result = self.guarded(lambda: sendable(device_half(type(asked)).run(device, asked), device, asked))
-        return Finished(result, device.blobs, device.unpacked, device.untimed_s)
+        return finished(device, result)
 
     def refusal(self, action: Action) -> Declined | None:
         """Why the worker refuses this, regardless of its samples; None: it does not."""
@@ -220,6 +229,17 @@ class Worker:
 
         kept, layout = decoded(data, Kept), self.network.layout
         return overlay(self.steps, kept.step, model, layers_of(views_of(kept.tensors), layout), layout)
+
+
+def finished(device: Device, result: Result) -> Finished:
+    """What an order ends with.
+
+    Raises:
+        StoreError: the disk is full or broken.
+    """
+    if not isinstance(result, Refusal):
+        device.note_report()
+    return Finished(result, device.blobs, device.unpacked, device.untimed_s)
 
 
 def sendable(result: Any, device: Device, action: Action) -> Result:

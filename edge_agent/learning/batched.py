@@ -22,7 +22,7 @@ from functools import lru_cache
 import torch
 
 from edge_agent.device.device import Fetch, remembering
-from edge_agent.device.worker import Finished, Worker
+from edge_agent.device.worker import Finished, Worker, finished
 from fedge.models.training import CPU, draws, is_small
 from fedge.steps.contract import Action, device_half
 from fedge.wire.messages import Order
@@ -75,7 +75,7 @@ def _execute_batched(step: type[Action], jobs: dict[int, Job]) -> dict[int, Fini
         results = half.many(list(devices.values()), [job.action for job in jobs.values()])
         for (number, device), result in zip(devices.items(), results, strict=True):
             if result is not None:
-                found[number] = Finished(result, device.blobs, device.unpacked)
+                found[number] = finished(device, result)
     if getattr(half, "THREADED", False):
         left = {n: job for n, job in jobs.items() if n not in found and _large(job.worker)}
         found |= dict(zip(left, _in_threads(list(left.values())), strict=True))

@@ -14,6 +14,8 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from operator import ne
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -39,7 +41,7 @@ from fedge.models import weights
 from fedge.models.training import flops, shared_network
 from fedge.models.weights import needed_on_devices
 from fedge.privacy.egress import ALL, Rules
-from fedge.steps.contract import Action, Failed, Refusal, Reveals, body_of, outcome_of
+from fedge.steps.contract import Action, Failed, Refusal, Result, Reveals, body_of, outcome_of
 from fedge.system.files import digest_of, volatile
 from fedge.system.malloc import tune_malloc
 from fedge.tasks import DeviceData
@@ -208,6 +210,7 @@ class SimulatedFleet(Fleet):
             self._blobs[frozen.digest] = weights.read(frozen.digest)
         self._held = defaultdict[str, list[str]](list)  # digests, most recently used last
         self._known: dict[str, _Known] = {}
+        self._lost: dict[tuple[str, str], str] = {}  # the last order of a device and step whose report was not accepted
         self._there = dict[str, bool]()
         self._there_in = -1  # the round of `_there`
         self.offences: dict[tuple[str, int, str], Offence] = {}
@@ -401,7 +404,9 @@ class SimulatedFleet(Fleet):
         return Room(IN_MEMORY - sum(update.params.nbytes for update in kept if isinstance(update, Model)))
 
     def _job(self, asked: _Asked) -> batched.Job:
-        return batched.Job(self.workers[asked.order.device_id], asked.order, asked.action, self._here)
+        worker = self.workers[asked.order.device_id]
+        worker.accepted = partial(ne, self._lost.get((worker.id, asked.order.step)))
+        return batched.Job(worker, asked.order, asked.action, self._here)
 
     def _drops(self, label: str, device_id: str) -> bool:
         return clock.dropped(self._hardware[device_id], clock.Occasion(self._seed, self.round, label, device_id))
@@ -414,6 +419,7 @@ class SimulatedFleet(Fleet):
         taken = self._seconds(asked.order, asked.action, asked.bytes_down, bytes_up)
         if deadline_s is not None and taken > deadline_s:
             self._note_problem(device_id, LATE)
+            self._note_loss(asked.order, finished.result)
             return Answer(device_id, None, deadline_s, number)
         result, action = finished.result, asked.action
         try:
@@ -422,6 +428,7 @@ class SimulatedFleet(Fleet):
             result = answering(action, result, self.task)
         except ProtocolError as error:
             self.accuse(device_id, error)
+            self._note_loss(asked.order, finished.result)
             return Answer(device_id, None, taken, number)
         if isinstance(result, Refusal):
             self._note_refusal(device_id, asked.order.label, result)
@@ -430,6 +437,11 @@ class SimulatedFleet(Fleet):
         if isinstance(finished, FinishedElsewhere):
             self._blobs |= finished.held
         return Answer(device_id, result, taken, number)
+
+    def _note_loss(self, order: Order, result: Result) -> None:
+        """Note that a report is not accepted; a refusal is no report."""
+        if not isinstance(result, Refusal):
+            self._lost[order.device_id, order.step] = order.id
 
     def _downloaded(self, device_id: str, named: Mapping[str, BlobRef]) -> int:
         """Bytes that a device fetches, as agents do, to have the models that an order names, by digest."""

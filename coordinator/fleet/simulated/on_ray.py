@@ -28,7 +28,7 @@ from coordinator.aggregation.mean import Average
 from coordinator.fleet.simulated.fleet import FinishedElsewhere, Held
 from coordinator.fleet.simulated.ray import ray, resources_of_actors
 from coordinator.fleet.sites import Directions, Note, SiteMean, SiteSums, averages
-from edge_agent.device.device import Unpacked, as_bytes, repeatable
+from edge_agent.device.device import Accepted, Unpacked, as_bytes, repeatable
 from edge_agent.device.encoding import in_one_process
 from edge_agent.device.room import Room
 from edge_agent.device.worker import Finished, Worker
@@ -92,17 +92,24 @@ class Shard:
     def ready(self) -> None:
         """Confirm that the actor is running."""
 
-    def carry_out(self, orders: Sequence[Order], models: Mapping[str, Any]) -> tuple[list[Told], Updates]:
-        """Results in the order of the orders, and their updates. `models`: references to named models, by digest."""
+    def carry_out(
+        self, orders: Sequence[Order], models: Mapping[str, Any], accepted: Sequence[Accepted]
+    ) -> tuple[list[Told], Updates]:
+        """Results in the order of the orders, and their updates.
+
+        `models`: references to named models, by digest. `accepted`: of the orders' workers.
+        """
         missing = [digest for digest in models if digest not in self._models]
         found = ray.get([models[digest] for digest in missing])
         self._models |= {digest: array.tobytes() for digest, array in zip(missing, found, strict=True)}
         for digest in [digest for digest in self._models if digest not in models][:-MODELS]:
             del self._models[digest]
         jobs = []
-        for order in orders:
+        for order, own in zip(orders, accepted, strict=True):
             action = msgspec.msgpack.decode(order.body, type=self._steps[order.step])
-            jobs.append(batched.Job(self._worker(order.device_id), order, action, self._fetch))
+            worker = self._worker(order.device_id)
+            worker.accepted = own
+            jobs.append(batched.Job(worker, order, action, self._fetch))
         with volatile(), in_one_process(Room()):
             done = batched.execute(jobs)
         updates: Updates = {}
@@ -140,11 +147,12 @@ class Shard:
 class Block:
     """Orders that one actor carries out. `models`: that they name. `updates`: reference to what they gave, once done.
 
-    `shard`: the actor that did it, whose node has the updates.
+    `accepted`: of their workers. `shard`: the actor that did it, whose node has the updates.
     """
 
     orders: list[Order]
     models: dict[str, Any]
+    accepted: list[Accepted]
     updates: Any = None
     shard: Any = None
     norms: dict[str, Norms] = field(default_factory=dict)
@@ -198,6 +206,7 @@ class Shards:
             Block(
                 [jobs[n].order for n in lot],
                 {ref.digest: self._models[ref.digest] for n in lot for ref in blobs_of(jobs[n].action)},
+                [jobs[n].worker.accepted for n in lot],
             )
             for lot in lots
         ]
@@ -211,7 +220,8 @@ class Shards:
 
     def _carry_out(self, blocks: Sequence[Block]) -> list[list[Told]]:
         def begin(block: Block, shard: Any) -> Any:
-            told, block.updates = shard.carry_out.options(num_returns=2).remote(block.orders, block.models)
+            order = shard.carry_out.options(num_returns=2)
+            told, block.updates = order.remote(block.orders, block.models, block.accepted)
             block.shard = shard
             return told
 
