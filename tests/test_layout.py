@@ -38,6 +38,7 @@ WITHOUT_TESTS_OF_THEIR_OWN = {
     "coordinator/provision/extensions.py": "tests/coordinator/provision/test_issuer.py",
     "coordinator/provision/renewals.py": "tests/fedge/membership/test_renewal.py",
     "deploy/serving/metrics.py": "tests/deploy/serving/test_server.py",
+    "deploy/updates/decision.py": "tests/deploy/updates/test_link.py",
     "export/mixture.py": "tests/export/test_graph.py",
     "fedge/system/stopping.py": "tests/edge_agent/device/test_worker.py",
     "fedge/wire/connection/refusals.py": "tests/fedge/wire/connection/test_connector.py",

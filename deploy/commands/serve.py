@@ -13,6 +13,7 @@ import time
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from secrets import token_hex
 from typing import Annotated, Final
@@ -212,29 +213,11 @@ async def _run(
     stopped = asyncio.Event()
     on_signal(stopped.set, within_s=DRAIN_S)
     with ThreadPoolExecutor(1, "graph") as graph, ThreadPoolExecutor(1, "pictures") as pictures:
-        served = [
-            Served(
-                model.name,
-                model.answers,
-                Batcher(
-                    model.answers.answer,
-                    graph,
-                    max_batch=settings.max_batch,
-                    max_delay_s=settings.max_delay_ms / 1000,
-                    max_waiting=settings.max_waiting,
-                ),
-                pictures,
-            )
-            for model in models
-        ]
-        server = Server(
-            served,
-            settings.host,
-            settings.port,
-            max_body_bytes=int(settings.max_body * 2**20),
-            tls=tls,
-            token=settings.token,
-        )
+        delay_s, batch, waiting = settings.max_delay_ms / 1000, settings.max_batch, settings.max_waiting
+        gather = partial(Batcher, pool=graph, max_batch=batch, max_delay_s=delay_s, max_waiting=waiting)
+        served = [Served(m.name, m.answers, gather(m.answers.answer), pictures) for m in models]
+        limit = int(settings.max_body * 2**20)
+        server = Server(served, settings.host, settings.port, max_body_bytes=limit, tls=tls, token=settings.token)
         async with server:
             _say(server.url, served, as_json)
             ready()

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -39,33 +39,27 @@ class _Waiting:
     answer: asyncio.Future[Answer]
 
 
+@dataclass(eq=False)
 class Batcher:
-    """Gathers requests into calls. Belongs to one event loop."""
+    """Gathers a model's requests into calls. Belongs to one event loop.
 
-    def __init__(
-        self,
-        answer: Callable[[NDArray[Any]], Answer],
-        pool: Executor,
-        *,
-        max_batch: int = 8,
-        max_delay_s: float = 0.0,
-        max_waiting: int = 64,
-    ) -> None:
-        """Create the batcher of a model.
+    Args:
+        answer: predicts samples (n, ...) and returns the bundle used; called in the pool, one call at a time.
+        pool: of one thread, which several batchers may share.
+        max_batch: samples per call; a larger request gets its own call.
+        max_delay_s: how long a request waits for others while the graph is idle.
+        max_waiting: limit of waiting requests, not counting those in the graph.
+    """
 
-        Args:
-            answer: predicts samples (n, ...) and returns the bundle used; called in the pool, one call at a time.
-            pool: of one thread, which several batchers may share.
-            max_batch: samples per call; a larger request gets its own call.
-            max_delay_s: how long a request waits for others while the graph is idle.
-            max_waiting: limit of waiting requests, not counting those in the graph.
-        """
+    answer: Callable[[NDArray[Any]], Answer]
+    pool: Executor
+    _: KW_ONLY
+    max_batch: int = 8
+    max_delay_s: float = 0.0
+    max_waiting: int = 64
+
+    def __post_init__(self) -> None:
         self.statistics = Statistics()
-        self._answer = answer
-        self._pool = pool
-        self._max_batch = max_batch
-        self._max_delay_s = max_delay_s
-        self._max_waiting = max_waiting
         self._waiting: deque[_Waiting] = deque()
         self._arrival = asyncio.Event()
         self._work: asyncio.Task[None] | None = None
@@ -78,7 +72,7 @@ class Batcher:
             ConfigError: the samples have another shape than the task's.
         """
         held = sum(waiting.x.nbytes for waiting in self._waiting)
-        if len(self._waiting) >= self._max_waiting or (held and held + x.nbytes > MAX_WAITING_BYTES):
+        if len(self._waiting) >= self.max_waiting or (held and held + x.nbytes > MAX_WAITING_BYTES):
             raise BusyError(f"{len(self._waiting)} requests wait already; try again in a second")
         loop = asyncio.get_running_loop()
         waiting = _Waiting(x, loop.time(), time.perf_counter_ns(), loop.create_future())
@@ -98,10 +92,10 @@ class Batcher:
 
     async def _delay(self) -> None:
         """Wait for a full call, or until the first request has waited long enough."""
-        until = self._waiting[0].arrived + self._max_delay_s
+        until = self._waiting[0].arrived + self.max_delay_s
         try:
-            async with asyncio.timeout_at(until if self._max_delay_s else None):
-                while self._max_delay_s and sum(len(waiting.x) for waiting in self._waiting) < self._max_batch:
+            async with asyncio.timeout_at(until if self.max_delay_s else None):
+                while self.max_delay_s and sum(len(waiting.x) for waiting in self._waiting) < self.max_batch:
                     self._arrival.clear()
                     await self._arrival.wait()
         except TimeoutError:
@@ -113,7 +107,7 @@ class Batcher:
         n = 0
         while self._waiting:
             first = self._waiting[0]
-            if group and (first.x.shape[1:] != group[0].x.shape[1:] or n + len(first.x) > self._max_batch):
+            if group and (first.x.shape[1:] != group[0].x.shape[1:] or n + len(first.x) > self.max_batch):
                 break
             self._waiting.popleft()
             if not first.answer.done():
@@ -126,7 +120,7 @@ class Batcher:
         begin = time.perf_counter_ns()
         try:
             x = group[0].x if len(group) == 1 else np.concatenate([waiting.x for waiting in group])
-            runtime, prediction = await loop.run_in_executor(self._pool, self._answer, x)
+            runtime, prediction = await loop.run_in_executor(self.pool, self.answer, x)
         except Exception as error:  # noqa: BLE001 - each of them is told
             if isinstance(error, ConfigError) and len(group) > 1:  # of one request's samples: the others are answered
                 for waiting in group:

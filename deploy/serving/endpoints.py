@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import Executor
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -46,31 +47,35 @@ Answers = Fixed | Answering
 """What can be served: a bundle, or a device whose bundle changes."""
 
 
+@dataclass(eq=False)
 class Served:
-    """A model under its name. Belongs to one event loop."""
+    """A model under its name. Belongs to one event loop.
 
-    def __init__(self, name: str, model: Answers, batcher: Batcher, pictures: Executor) -> None:
-        """`pictures`: a second pool, for reading PNG and JPEG files and comparing labelled samples."""
-        self.name = name
-        self._model = model
-        self._batcher = batcher
-        self._pictures = pictures
-        self.statistics = batcher.statistics
+    `pictures`: a second pool, for reading PNG and JPEG files and comparing labelled samples.
+    """
+
+    name: str
+    model: Answers
+    batcher: Batcher
+    pictures: Executor
+
+    def __post_init__(self) -> None:
+        self.statistics = self.batcher.statistics
 
     @property
     def runtime(self) -> Runtime:
         """The bundle in service."""
-        return self._model.runtime
+        return self.model.runtime
 
     @property
     def manifest(self) -> Manifest:
         """Of the bundle in service."""
-        return self._model.runtime.manifest
+        return self.model.runtime.manifest
 
     @property
     def drifted(self) -> bool:
         """Whether inputs have left the bundle's reference."""
-        return self._model.drifted
+        return self.model.drifted
 
     async def infer(self, body: bytes, header_bytes: int | None = None) -> protocol.Response:
         """Answer a request.
@@ -87,14 +92,14 @@ class Served:
             request = protocol.decode(body, header_bytes)
             x = await self._samples(request)
         y = None if request.label is None else self._class_numbers(request.label, len(x))
-        runtime, prediction = await self._batcher.predict(x)
+        runtime, prediction = await self.batcher.predict(x)
         if y is not None:
-            await asyncio.get_running_loop().run_in_executor(self._pictures, self._model.feedback, x, y)
+            await asyncio.get_running_loop().run_in_executor(self.pictures, self.model.feedback, x, y)
         parameters: protocol.Parameters = {
             "bundle": runtime.digest,
             "release": runtime.manifest.release,
             "engine": runtime.engine,
-            "drifted": self._model.drifted,
+            "drifted": self.model.drifted,
             "latency_ms": round(prediction.latency_ms, 3),
         }
         with self.statistics.written.measured():
@@ -110,10 +115,10 @@ class Served:
         return np.array([classes.index(label)])
 
     async def _samples(self, request: protocol.Request) -> NDArray[Any]:
-        runtime, x = self._model.runtime, request.x
+        runtime, x = self.model.runtime, request.x
         if isinstance(x, tuple):
             loop = asyncio.get_running_loop()
-            x = await loop.run_in_executor(self._pictures, protocol.load_images, runtime.task, x)
+            x = await loop.run_in_executor(self.pictures, protocol.load_images, runtime.task, x)
         return runtime.as_batch(x)
 
 

@@ -13,21 +13,32 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 import random
 import shutil
 import threading
 import time
-from collections.abc import Coroutine, Mapping
-from enum import Enum, auto
+from collections.abc import Coroutine, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 from msgspec import Struct
 
 from deploy.updates.answering import Answering
+from deploy.updates.decision import (
+    INSTALLING,
+    Do,
+    Judgement,
+    Situation,
+    announced,
+    announcement,
+    decide,
+    phase_of,
+    retry_s,
+    too_much,
+)
 from deploy.updates.examination import examine
 from deploy.updates.slots import Slots, newest_in_inbox
 from fedge.bundle.manifest import MANIFEST, Manifest, read
@@ -40,16 +51,17 @@ from fedge.system.files import BlobFolder, digest_of, read_kept, versions_in, wr
 from fedge.system.hardware import temperature_c
 from fedge.system.logs import Lines
 from fedge.wire.connection.broker import Inbound
-from fedge.wire.messages import Announcement, BlobRef, Health, Phase, Quality, Rollout, RolloutState, decode, encode
+from fedge.wire.messages import Announcement, BlobRef, Health, Phase, Quality, Rollout, decode, encode
 from fedge.wire.rollout import MAX_METADATA_BYTES, takes_part
 from fedge.wire.topics import Topics
 from fedge.wire.transfer.receiver import Receiver
 from fedge.wire.transport import Transport
 
+if TYPE_CHECKING:
+    from deploy.updates.trust import Trust
+
 log = logging.getLogger("fedge.deploy")
 
-MAX_ALL_METADATA_BYTES: Final = 8 << 20
-"""Limit for one announcement; if it is larger, nothing of it is fetched."""
 MAX_RELEASE_BYTES: Final = 4 << 30
 """Limit for the parts that a device fetches for one release."""
 SPARE_DISK_BYTES: Final = 64 << 20
@@ -67,121 +79,12 @@ MEND_S: Final = 24 * 3600.0
 """Pause between two looks at the slots' bytes, all of which are read."""
 TRIAL_S: Final = 1.0
 """Pause between two looks at a bundle on trial."""
-RETRY_S: Final = 5.0
-"""Pause after the first failure; doubles with each, up to `RETRY_CAP_S`."""
-RETRY_CAP_S: Final = 600.0
 
 REMEMBERED: Final = 8
 """Bundles of rollouts whose origin is remembered: those in the slots, and some that were refused."""
 
-INSTALLING: Final = (RolloutState.RUNNING, RolloutState.DONE)
-
 
 # ------------------------------------------------------------------------------------------------------------- core
-
-
-class Do(Enum):
-    """What a device does next."""
-
-    NOTHING = auto()
-    SETTLE = auto()  # check whether the bundle has proved itself, or is worse than the previous one
-    GO_BACK = auto()  # the rollout was aborted, but its bundle is in service here
-    INSTALL = auto()  # fetch the rollout's bundle and try it
-    TAKE_IN = auto()  # try the bundle of the inbox
-
-
-class Situation(Struct, frozen=True, kw_only=True):
-    """The input of `decide` and `phase_of`.
-
-    state: of the rollout, None without one; takes_part: the device belongs to its stage; announced: digest of the
-    manifest that it names; refused: why this device rejects that bundle; switched: a rollout put it into service here;
-    judged: why the announcement is not trusted; failed: why it could not be fetched; waiting: until the next attempt;
-    worse: labelled samples favour the previous bundle; stuck: why a bundle that was given up is still in service.
-    """
-
-    state: RolloutState | None = None
-    takes_part: bool = False
-    announced: str | None = None
-    running: str
-    on_trial: bool = False
-    refused: str | None = None
-    switched: bool = False
-    judged: str | None = None
-    failed: str = ""
-    waiting: bool = False
-    no_way_back: bool = False
-    inbox: bool = False
-    worse: bool = False
-    stuck: str = ""
-
-
-def decide(now: Situation) -> Do:
-    """What to do next."""
-    there = now.state is not None and now.announced == now.running
-    if there and now.switched and now.state is RolloutState.ABORTED and not now.no_way_back:
-        return Do.GO_BACK
-    if now.on_trial or now.worse:
-        return Do.SETTLE
-    wanted = now.state in INSTALLING and now.takes_part and not there
-    if wanted and now.refused is None and now.judged is None and not now.waiting:
-        return Do.INSTALL
-    if now.inbox:
-        return Do.TAKE_IN
-    return Do.SETTLE if now.stuck else Do.NOTHING
-
-
-def phase_of(now: Situation) -> tuple[Phase, str]:
-    """The device's phase for the rollout's release, and why."""
-    if now.stuck:
-        return Phase.FAILED, now.stuck
-    if now.state is not None and now.takes_part and now.announced != now.running:
-        if now.refused is not None:
-            return (Phase.ROLLED_BACK if now.switched else Phase.REFUSED), now.refused
-        if now.judged is not None:
-            return Phase.REFUSED, now.judged
-        if now.failed:
-            return Phase.FAILED, now.failed
-    return (Phase.TRIAL if now.on_trial else Phase.SERVING), ""
-
-
-def announced(rollout: Rollout) -> str | None:
-    """Digest of the manifest that a rollout names; only a claim until the metadata confirm it."""
-    folder, _, name = rollout.target.rpartition("/")
-    names = {f"{folder}/{ref.digest}.{name}": ref.digest for ref in rollout.metadata.values()}
-    return next((names[file] for file in rollout.metadata if file in names), None)
-
-
-def announcement(rollout: Rollout) -> str:
-    """Identifies a rollout's claim: equal for equal metadata and target."""
-    return hashlib.sha256(msgspec.msgpack.encode((rollout.target, sorted(rollout.metadata.items())))).hexdigest()
-
-
-def too_much(metadata: Mapping[str, BlobRef]) -> str:
-    """Why these metadata are too large or too many to request at all, or ""."""
-    largest = max((ref.size_bytes for ref in metadata.values()), default=0)
-    total = sum(ref.size_bytes for ref in metadata.values())
-    if largest > MAX_METADATA_BYTES:
-        return f"endless-data: metadata of {largest} bytes, at most {MAX_METADATA_BYTES} allowed"
-    if total > MAX_ALL_METADATA_BYTES:
-        return f"endless-data: metadata of {total} bytes, at most {MAX_ALL_METADATA_BYTES} allowed"
-    return ""
-
-
-def retry_s(attempt: int, draw: float) -> float:
-    """Pause before attempt number `attempt` + 1: half to all of a doubling interval; `draw` in [0, 1)."""
-    return min(RETRY_CAP_S, RETRY_S * 2.0 ** min(attempt - 1, 20)) * (1 + draw) / 2
-
-
-class Judgement(Struct, frozen=True, kw_only=True):
-    """Why an announcement is not trusted, and when by our clock that was found."""
-
-    announcement: str
-    reason: str
-    at: float
-
-    def holds_for(self, claim: str) -> bool:
-        """Whether it still applies; after the clock was set back, expiry must be checked again."""
-        return self.announcement == claim and not (self.reason.startswith("expired") and time.time() < self.at)
 
 
 class Outcome(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -203,6 +106,7 @@ class Outcome(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 # ------------------------------------------------------------------------------------------------------------ shell
 
 
+@dataclass(eq=False)
 class Link:
     """One device in one federation.
 
@@ -216,27 +120,20 @@ class Link:
     by the device's owner.
     """
 
-    def __init__(
-        self,
-        device_id: str,
-        federation: str,
-        home: Path,
-        slots: Slots,
-        answering: Answering,
-        rules: Rules = Rules(),
-    ) -> None:
-        self._id = device_id
-        self._federation = federation
-        self._topics = Topics(federation)
-        self._home = home
-        self._slots = slots
-        self._answering = answering
-        self._rules = rules
+    device_id: str
+    federation: str
+    home: Path
+    slots: Slots
+    answering: Answering
+    rules: Rules = Rules()
+
+    def __post_init__(self) -> None:
+        self._topics = Topics(self.federation)
         self._rollout: Rollout | None = None
         self._distrusted = ""  # why the last announcement is ignored
-        self._outcome = _read_outcome(home)
-        if slots.state.trial is not None and self._outcome.digest == answering.runtime.digest:
-            answering.allow(self._outcome.before)  # the process that began the trial has ended
+        self._outcome = _read_outcome(self.home)
+        if self.slots.state.trial is not None and self._outcome.digest == self.answering.runtime.digest:
+            self.answering.allow(self._outcome.before)  # the process that began the trial has ended
         self._damaged: dict[Path, object] = {}  # unreadable bundles in the inbox, by the version of their files
         self._judged: Judgement | None = None
         self._failed: tuple[str, str] | None = None  # announcement, and its failure
@@ -258,13 +155,13 @@ class Link:
             StoreError: nothing can be fetched here.
         """
         self._transport = transport
-        subject = Subject(self._federation, Role.DEVICE, self._id)
-        self._signed = speaker(transport.settings, subject, self._home)
+        subject = Subject(self.federation, Role.DEVICE, self.device_id)
+        self._signed = speaker(transport.settings, subject, self.home)
         seal = self._signed.seal
-        with failing_as(StoreError, f"cannot write {self._home}"):
-            self._received = BlobFolder(self._home / "received")  # metadata, until they are verified
+        with failing_as(StoreError, f"cannot write {self.home}"):
+            self._received = BlobFolder(self.home / "received")  # metadata, until they are verified
             self._metadata = Receiver(transport, self._received, durable=False, max_bytes=MAX_METADATA_BYTES, seal=seal)
-            self._parts = Receiver(transport, self._slots.parts, max_bytes=MAX_RELEASE_BYTES, seal=seal)
+            self._parts = Receiver(transport, self.slots.parts, max_bytes=MAX_RELEASE_BYTES, seal=seal)
         await transport.subscribe(self._topics.rollout, self._on_rollout)
         transport.on_connect(self._on_connect)
 
@@ -285,15 +182,21 @@ class Link:
 
     def _announced(self, payload: bytes) -> Rollout | None:
         """The rollout of a genuine announcement."""
-        from deploy.updates.trust import Trust
-
         announcement = decode(payload, Announcement)
         try:
-            with self._trusting:
-                return Trust(self._home).rollout(announcement, self._federation)
+            with self._trust() as trust:
+                return trust.rollout(announcement, self.federation)
         except ConfigError:  # without a root of trust nothing can be installed or undone here; that is reported
             rollout = decode(announcement.rollout, Rollout)
             return rollout if rollout.state in INSTALLING else None
+
+    @contextlib.contextmanager
+    def _trust(self) -> Iterator[Trust]:
+        """What this device trusts, for one thread at a time: a cancelled one may still be running."""
+        from deploy.updates.trust import Trust
+
+        with self._trusting:
+            yield Trust(self.home)
 
     async def _on_connect(self) -> None:
         self._unsaid.set()  # for a broker that lost its state
@@ -311,7 +214,7 @@ class Link:
             try:
                 if time.monotonic() - mended_at >= MEND_S:
                     mended_at = time.monotonic()
-                    await asyncio.to_thread(self._slots.mend)
+                    await asyncio.to_thread(self.slots.mend)
                 pause_s = await self._step()
             except (FedgeError, OSError) as error:  # may be repaired later; the bundle in memory stays in service
                 log.error("event=step_failed reason=%r", str(error))  # noqa: TRY400 - the text is all
@@ -330,11 +233,11 @@ class Link:
                 assert rollout is not None
                 await self._go_back(rollout)
             case Do.SETTLE:
-                await asyncio.to_thread(self._answering.settle)
+                await asyncio.to_thread(self.answering.settle)
                 self._tell()
-                if self._answering.no_way_back:
+                if self.answering.no_way_back:
                     return LOOK_S
-                return TRIAL_S if self._slots.state.trial is not None else 0.0
+                return TRIAL_S if self.slots.state.trial is not None else 0.0
             case Do.INSTALL:
                 assert rollout is not None
                 await self._install(rollout)
@@ -348,13 +251,13 @@ class Link:
         return 0.0
 
     def _situation(self, rollout: Rollout | None, inbox: Path | None) -> Situation:
-        state = self._slots.state
+        state = self.slots.state
         always = Situation(
-            running=self._answering.runtime.digest,
+            running=self.answering.runtime.digest,
             on_trial=state.trial is not None,
             inbox=inbox is not None,
-            worse=self._answering.worse != "",
-            stuck=self._answering.no_way_back,
+            worse=self.answering.worse != "",
+            stuck=self.answering.no_way_back,
         )
         if rollout is None:
             return always
@@ -368,7 +271,7 @@ class Link:
         return msgspec.structs.replace(
             always,
             state=rollout.state,
-            takes_part=takes_part(rollout, self._id),
+            takes_part=takes_part(rollout, self.device_id),
             announced=digest,
             refused=None if digest is None else state.refused.get(digest),
             switched=self._outcome.rollout is not None and self._outcome.switched and self._outcome.digest == digest,
@@ -380,10 +283,10 @@ class Link:
 
     def _inbox(self) -> Path | None:
         """The newest inbox bundle that is newer than the one in service and was not refused."""
-        runtime = self._answering.runtime
-        known = {*self._slots.state.refused, runtime.digest}
+        runtime = self.answering.runtime
+        known = {*self.slots.state.refused, runtime.digest}
         damaged = {folder for folder, seen in self._damaged.items() if versions_in(folder) == seen}
-        return newest_in_inbox(self._home, runtime.manifest.release, known, damaged)
+        return newest_in_inbox(self.home, runtime.manifest.release, known, damaged)
 
     def _wanted(self, rollout: Rollout) -> bool:
         """Whether the work begun for this rollout is still wanted."""
@@ -392,15 +295,15 @@ class Link:
             now is not None
             and now.id == rollout.id
             and now.state in INSTALLING
-            and takes_part(now, self._id)
+            and takes_part(now, self.device_id)
             and announcement(now) == announcement(rollout)
         )
 
     # ------------------------------------------------------------------------------------------------- doing
 
     async def _go_back(self, rollout: Rollout) -> None:
-        await asyncio.to_thread(self._answering.give_up, f"aborted: rollout {rollout.id}")
-        if self._answering.runtime.digest == announced(rollout):
+        await asyncio.to_thread(self.answering.give_up, f"aborted: rollout {rollout.id}")
+        if self.answering.runtime.digest == announced(rollout):
             self._no_way_back = rollout.id
         self._tell()
 
@@ -447,7 +350,7 @@ class Link:
         """
         task = asyncio.ensure_future(work)
         try:
-            while not task.done() and self._wanted(rollout) and not self._answering.worse:
+            while not task.done() and self._wanted(rollout) and not self.answering.worse:
                 self._news.clear()
                 news = asyncio.ensure_future(self._news.wait())
                 await asyncio.wait({task, news}, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
@@ -474,7 +377,7 @@ class Link:
         manifest = self._fit(data, digest)
         if manifest is None:
             return None
-        missing = await asyncio.to_thread(self._slots.lacks, manifest)
+        missing = await asyncio.to_thread(self.slots.lacks, manifest)
         self._require_room(sum(size for _, size in missing), sum(part.size_bytes for part in manifest.files.values()))
         for missed, size in missing:
             await self._fetch(self._parts, BlobRef(digest=missed, size_bytes=size), FETCH_S)
@@ -488,19 +391,14 @@ class Link:
                 path.unlink(missing_ok=True)
 
     def _trusted(self, files: dict[str, bytes], target: str) -> bytes:
-        from deploy.updates.trust import Trust
-
-        with self._trusting:  # a cancelled one may still be running
-            return Trust(self._home).manifest(files, target)
+        with self._trust() as trust:
+            return trust.manifest(files, target)
 
     async def _fetch(self, receiver: Receiver, ref: BlobRef, within_s: float) -> Path:
         async with asyncio.timeout(within_s):
+            chunks, wants = self._topics.model_chunk(ref.digest), self._topics.agent(self.device_id, "release-wants")
             return await receiver.fetch(
-                ref,
-                chunks=self._topics.model_chunk(ref.digest),
-                wants=self._topics.agent(self._id, "release-wants"),
-                device_id=self._id,
-                patience_s=METADATA_S,
+                ref, chunks=chunks, wants=wants, device_id=self.device_id, patience_s=METADATA_S
             )
 
     def _fit(self, data: bytes, digest: str) -> Manifest | None:
@@ -510,19 +408,19 @@ class Link:
         except UpdateRejected as error:
             self._refuse(digest, f"schema: {error}")
             return None
-        mine = self._answering.runtime.task
+        mine = self.answering.runtime.task
         if manifest.task.fingerprint() != mine.fingerprint():
             self._refuse(digest, f"task: the release is for {manifest.task.name}, this device does {mine.name}")
             return None
         with failing_as(UpdateRejected, "rollback", on=UpdateRejected):
-            self._slots.may_take(manifest, digest)
+            self.slots.may_take(manifest, digest)
         return manifest
 
     def _require_room(self, fetched_bytes: int, staged_bytes: int) -> None:
         """Check for room for the download and for a separate slot beside the one it replaces."""
         if fetched_bytes > MAX_RELEASE_BYTES:
             raise UpdateRejected(f"oversized: parts of {fetched_bytes} bytes, at most {MAX_RELEASE_BYTES} allowed")
-        free = shutil.disk_usage(self._home).free
+        free = shutil.disk_usage(self.home).free
         if fetched_bytes + staged_bytes + SPARE_DISK_BYTES > free:
             raise StoreError(
                 f"disk: {fetched_bytes} bytes are to be fetched and {staged_bytes} copied, {free} are free"
@@ -549,12 +447,12 @@ class Link:
         """Stage, examine, switch; all parts are in the store, or in a folder."""
         digest = digest_of(data)
         try:
-            await asyncio.to_thread(self._slots.stage, data, folder)
+            await asyncio.to_thread(self.slots.stage, data, folder)
         except UpdateRejected as error:
             self._refuse(digest, f"malformed: {error}")
             return
         found = await asyncio.to_thread(
-            examine, self._slots.running, self._slots.staged, self._home, self._answering.limits, self._answering.how
+            examine, self.slots.running, self.slots.staged, self.home, self.answering.limits, self.answering.how
         )
         fit = not found.reason
         signed = self._outcome.signed
@@ -567,7 +465,7 @@ class Link:
                 rollout=None if rollout is None else rollout.id,
                 digest=digest,
                 switched=fit,
-                against=self._answering.runtime.digest,
+                against=self.answering.runtime.digest,
                 before=found.before,
                 now=found.now,
                 signed=signed,
@@ -576,19 +474,19 @@ class Link:
         if not fit:
             self._refuse(digest, found.reason)
             return
-        await asyncio.to_thread(self._slots.switch, None if rollout is None else rollout.id)
+        await asyncio.to_thread(self.slots.switch, None if rollout is None else rollout.id)
         try:
-            await asyncio.to_thread(self._answering.swap, found.before)
+            await asyncio.to_thread(self.answering.swap, found.before)
         except FedgeError as error:  # the previous one stays in service
             log.warning("event=switch_failed bundle=%s reason=%r", digest, str(error))
         self._tell()
 
     def _refuse(self, digest: str, reason: str) -> None:
         log.warning("event=bundle_refused bundle=%s reason=%r", digest, reason)
-        self._slots.refuse(digest, reason)
+        self.slots.refuse(digest, reason)
 
     def _note(self, outcome: Outcome) -> None:
-        write_atomically(self._home / "outcome.json", msgspec.json.encode(outcome))
+        write_atomically(self.home / "outcome.json", msgspec.json.encode(outcome))
         self._outcome = outcome
 
     # ------------------------------------------------------------------------------------------------- outwards
@@ -602,7 +500,7 @@ class Link:
             self._unsaid.set()
 
     def _now(self) -> Health:
-        rollout, runtime = self._rollout, self._answering.runtime
+        rollout, runtime = self._rollout, self.answering.runtime
         situation = self._situation(rollout, None)
         phase, reason = phase_of(situation)
         if self._fetching:
@@ -613,7 +511,7 @@ class Link:
         by_rollout = runtime.digest in signed
         measured = outcome.digest == (situation.announced if concerned else situation.running)
         return Health(
-            device_id=self._id,
+            device_id=self.device_id,
             at=time.time(),
             phase=phase,
             release=runtime.manifest.release,
@@ -623,15 +521,15 @@ class Link:
             before=outcome.before if measured and outcome.against in signed else None,
             now=outcome.now if measured and outcome.digest in signed else None,
             temperature_c=temperature_c(),
-            n_predictions=self._answering.n_predictions,
-            n_failed=self._answering.n_failed,
-            drift=self._answering.drifted,
-            outliers=self._answering.outliers if by_rollout else None,
+            n_predictions=self.answering.n_predictions,
+            n_failed=self.answering.n_failed,
+            drift=self.answering.drifted,
+            outliers=self.answering.outliers if by_rollout else None,
         )
 
     async def report(self) -> None:
         """Publish the device's health as `follow` finds it, and repeat it from time to time, until cancelled."""
-        topic = self._topics.agent(self._id, "health")
+        topic = self._topics.agent(self.device_id, "health")
         while True:
             try:
                 async with asyncio.timeout(HEALTH_S):
@@ -641,7 +539,7 @@ class Link:
             self._unsaid.clear()
             if self._health is not None:
                 try:
-                    health = without_figures(self._rules, self._home).stripped(self._health)
+                    health = without_figures(self.rules, self.home).stripped(self._health)
                     await self._transport.publish(topic, self._signed.seal(topic, encode(health)), retain=True)
                 except WithheldError:
                     log.info("event=withheld topic=%s", topic)

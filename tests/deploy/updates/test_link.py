@@ -13,17 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deploy.updates.answering import LATENCY_WINDOW, Answering
-from deploy.updates.examination import Limits
-from deploy.updates.link import (
+from deploy.updates.decision import (
     MAX_ALL_METADATA_BYTES,
-    MAX_RELEASE_BYTES,
     RETRY_CAP_S,
     RETRY_S,
-    SPARE_DISK_BYTES,
     Do,
     Judgement,
-    Link,
-    Outcome,
     Situation,
     announced,
     announcement,
@@ -32,6 +27,8 @@ from deploy.updates.link import (
     retry_s,
     too_much,
 )
+from deploy.updates.examination import Limits
+from deploy.updates.link import MAX_RELEASE_BYTES, SPARE_DISK_BYTES, Link, Outcome
 from deploy.updates.slots import Slots
 from deploy.updates.trust import install_root
 from fedge.errors import StoreError, UpdateRejected

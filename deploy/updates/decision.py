@@ -1,0 +1,126 @@
+"""What a device does next with a rollout, and what it says of itself: pure functions."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Mapping
+from enum import Enum, auto
+from typing import Final
+
+import msgspec
+from msgspec import Struct
+
+from fedge.wire.messages import BlobRef, Phase, Rollout, RolloutState
+from fedge.wire.rollout import MAX_METADATA_BYTES
+
+MAX_ALL_METADATA_BYTES: Final = 8 << 20
+"""Limit for one announcement; if it is larger, nothing of it is fetched."""
+RETRY_S: Final = 5.0
+"""Pause after the first failure; doubles with each, up to `RETRY_CAP_S`."""
+RETRY_CAP_S: Final = 600.0
+INSTALLING: Final = (RolloutState.RUNNING, RolloutState.DONE)
+
+
+class Do(Enum):
+    """What a device does next."""
+
+    NOTHING = auto()
+    SETTLE = auto()  # check whether the bundle has proved itself, or is worse than the previous one
+    GO_BACK = auto()  # the rollout was aborted, but its bundle is in service here
+    INSTALL = auto()  # fetch the rollout's bundle and try it
+    TAKE_IN = auto()  # try the bundle of the inbox
+
+
+class Situation(Struct, frozen=True, kw_only=True):
+    """The input of `decide` and `phase_of`.
+
+    state: of the rollout, None without one; takes_part: the device belongs to its stage; announced: digest of the
+    manifest that it names; refused: why this device rejects that bundle; switched: a rollout put it into service here;
+    judged: why the announcement is not trusted; failed: why it could not be fetched; waiting: until the next attempt;
+    worse: labelled samples favour the previous bundle; stuck: why a bundle that was given up is still in service.
+    """
+
+    state: RolloutState | None = None
+    takes_part: bool = False
+    announced: str | None = None
+    running: str
+    on_trial: bool = False
+    refused: str | None = None
+    switched: bool = False
+    judged: str | None = None
+    failed: str = ""
+    waiting: bool = False
+    no_way_back: bool = False
+    inbox: bool = False
+    worse: bool = False
+    stuck: str = ""
+
+
+def decide(now: Situation) -> Do:
+    """What to do next."""
+    there = now.state is not None and now.announced == now.running
+    if there and now.switched and now.state is RolloutState.ABORTED and not now.no_way_back:
+        return Do.GO_BACK
+    if now.on_trial or now.worse:
+        return Do.SETTLE
+    wanted = now.state in INSTALLING and now.takes_part and not there
+    if wanted and now.refused is None and now.judged is None and not now.waiting:
+        return Do.INSTALL
+    if now.inbox:
+        return Do.TAKE_IN
+    return Do.SETTLE if now.stuck else Do.NOTHING
+
+
+def phase_of(now: Situation) -> tuple[Phase, str]:
+    """The device's phase for the rollout's release, and why."""
+    if now.stuck:
+        return Phase.FAILED, now.stuck
+    if now.state is not None and now.takes_part and now.announced != now.running:
+        if now.refused is not None:
+            return (Phase.ROLLED_BACK if now.switched else Phase.REFUSED), now.refused
+        if now.judged is not None:
+            return Phase.REFUSED, now.judged
+        if now.failed:
+            return Phase.FAILED, now.failed
+    return (Phase.TRIAL if now.on_trial else Phase.SERVING), ""
+
+
+def announced(rollout: Rollout) -> str | None:
+    """Digest of the manifest that a rollout names; only a claim until the metadata confirm it."""
+    folder, _, name = rollout.target.rpartition("/")
+    names = {f"{folder}/{ref.digest}.{name}": ref.digest for ref in rollout.metadata.values()}
+    return next((names[file] for file in rollout.metadata if file in names), None)
+
+
+def announcement(rollout: Rollout) -> str:
+    """Identifies a rollout's claim: equal for equal metadata and target."""
+    return hashlib.sha256(msgspec.msgpack.encode((rollout.target, sorted(rollout.metadata.items())))).hexdigest()
+
+
+def too_much(metadata: Mapping[str, BlobRef]) -> str:
+    """Why these metadata are too large or too many to request at all, or ""."""
+    largest = max((ref.size_bytes for ref in metadata.values()), default=0)
+    total = sum(ref.size_bytes for ref in metadata.values())
+    if largest > MAX_METADATA_BYTES:
+        return f"endless-data: metadata of {largest} bytes, at most {MAX_METADATA_BYTES} allowed"
+    if total > MAX_ALL_METADATA_BYTES:
+        return f"endless-data: metadata of {total} bytes, at most {MAX_ALL_METADATA_BYTES} allowed"
+    return ""
+
+
+def retry_s(attempt: int, draw: float) -> float:
+    """Pause before attempt number `attempt` + 1: half to all of a doubling interval; `draw` in [0, 1)."""
+    return min(RETRY_CAP_S, RETRY_S * 2.0 ** min(attempt - 1, 20)) * (1 + draw) / 2
+
+
+class Judgement(Struct, frozen=True, kw_only=True):
+    """Why an announcement is not trusted, and when by our clock that was found."""
+
+    announcement: str
+    reason: str
+    at: float
+
+    def holds_for(self, claim: str) -> bool:
+        """Whether it still applies; after the clock was set back, expiry must be checked again."""
+        return self.announcement == claim and not (self.reason.startswith("expired") and time.time() < self.at)
