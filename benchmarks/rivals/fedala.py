@@ -57,9 +57,9 @@ class FedAla(PersonalLayers[PersonalState]):
 
 def run(device: Device, action: TrainAla) -> Result:
     """The device half, in the frame that all training steps share."""
-    from edge_agent.steps.training.frame import train
+    from edge_agent.steps.training.frame import train_alone
 
-    return train(device, action, lambda w, mine: learn(device, action, w, mine))
+    return train_alone(device, action, lambda w, mine: learn(device, action, w, mine))
 
 
 def learn(device: Device, action: TrainAla, w: Model, mine: Layers | None) -> Learned:

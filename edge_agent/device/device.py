@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from fedge.models.training import Network
     from fedge.tasks import DeviceData
     from fedge.tensors.codecs import Norms
-    from fedge.tensors.layout import Layout
+    from fedge.tensors.layout import Layout, Tensors
 
 log = logging.getLogger("fedge.agent")
 
@@ -281,8 +281,8 @@ class Device:
             return kept.model
         return _plainly(self.blobs.pop(ref.digest), ref.codec, self.layout)
 
-    def keep(self, layers: Layers, *, shareable: bool = False) -> None:
-        """Keep layers on the device, for later rounds of this step and for the bundle.
+    def keep(self, layers: Layers | Tensors, *, shareable: bool = False) -> None:
+        """Keep layers on the device, or tensors by name, for later rounds of this step and for the bundle.
 
         `shareable`: whether they learned from D_L alone, so that the owner may let them leave.
 
@@ -292,7 +292,8 @@ class Device:
         if self._keeps:
             raise FailedError("a step keeps tensors once in an order: give all of them to one call of device.keep")
         self._keeps = True
-        kept = Kept(step=self.order.step, tensors=to_bytes(layers.tensors()), shareable=shareable)
+        tensors = layers.tensors() if isinstance(layers, Layers) else layers
+        kept = Kept(step=self.order.step, tensors=to_bytes(tensors), shareable=shareable)
         self.files.write(PERSONAL, msgspec.msgpack.encode(kept))
 
     def may_share_kept(self) -> bool:

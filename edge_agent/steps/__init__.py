@@ -1,5 +1,15 @@
 """Device halves of steps: `run(device, action) -> result`.
 
 The rooms are those of `fedge.steps`, where the contracts are; the listing of both shows everything that a device can be
-asked to do. Begin with `training.train`.
+asked to do. `public` lists what a step of one's own may use; its names are this room's, too. Begin with
+`training.frame`.
 """
+
+from typing import TYPE_CHECKING
+
+from fedge.system.moved import names_of
+
+if TYPE_CHECKING:
+    from edge_agent.steps.public import *  # noqa: F403
+
+__getattr__ = names_of(__name__, "public", warns=False)

@@ -30,15 +30,11 @@ import msgspec
 from msgspec import Meta, Struct
 
 from coordinator.methods.baselines.personal_layers import PersonalLayers, PersonalState
-from fedge.steps.training.train import Train
-from fedge.tensors.layout import Layout, Model, Selector
-from fedge.wire.messages import Count
+from fedge.steps import Count, Layers, Layout, Model, Selector, Train
 
 if TYPE_CHECKING:
-    from edge_agent.device.device import Device
-    from edge_agent.steps.training.frame import Learned
-    from fedge.steps.contract import Result
-    from fedge.tensors.layers import Layers
+    from edge_agent.steps import Device, Learned
+    from fedge.steps import Result
 
 Positive = Annotated[float, Meta(gt=0)]
 
@@ -93,15 +89,14 @@ class PFedMe(PersonalLayers[PersonalState]):
 
 def run(device: Device, action: TrainPFedMe) -> Result:
     """The device half, in the frame that all training steps share."""
-    from edge_agent.steps.training.frame import train
+    from edge_agent.steps import train_alone
 
-    return train(device, action, lambda w, _: learn(device, action, w))
+    return train_alone(device, action, lambda w, _: learn(device, action, w))
 
 
 def learn(device: Device, action: TrainPFedMe, w: Model) -> Learned:
     """w_{i,R}, of which the change is sent, and theta_{i,R}, which is kept, from the global model w."""
-    from edge_agent.steps.training.frame import Learned
-    from fedge.models.training import Trainer, batches
+    from edge_agent.steps import Learned, Trainer, batches
 
     network, (x, y), rng = device.network, device.data.shared, device.rng()
     sgd = msgspec.structs.replace(action.sgd, proximal_mu=action.moreau_lambda)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from edge_agent.device.device import Device
-from fedge.data.task import TaskSpec
-from fedge.steps.contract import Action, Declined, Result, Reveals, require
+from edge_agent.steps import Device
+from fedge.steps import Action, Declined, Result, Reveals, TaskSpec, require
 
 
 class Asked(Result, frozen=True, kw_only=True):

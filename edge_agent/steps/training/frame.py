@@ -5,7 +5,7 @@
     learn      the step's own part: `fit` with a recipe, or anything else
     finish     the change travels; what stays is kept
 
-A step hands `train` its `learn`, and, if several simulated devices may learn at once, `train_together` its recipe.
+A step hands `train_alone` its `learn`, and `train_together` its recipe, if several simulated devices may learn at once.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ Learn = Callable[[Model, Layers | None], Learned]
 """(start, what was kept) -> what was learned. Without anything kept yet, the latter is None."""
 
 
-def train(device: Device, action: Train, learn: Learn) -> Result:
+def train_alone(device: Device, action: Train, learn: Learn) -> Result:
     """One device's round of training."""
     begun = begin(device, action)
     if isinstance(begun, Declined):
@@ -233,7 +233,7 @@ def train_together(
 ) -> list[Result | None]:
     """Train small networks side by side (`fedge.models.training.Stack`); None: to be done alone.
 
-    Each device's result agrees with its own `train` to float tolerance. The choice depends only on the network
+    Each device's result agrees with that of `train_alone` to float tolerance. The choice depends only on the network
     (`can_stack`) and the step, never on the other devices.
     """
     found: list[Result | None] = [None] * len(devices)
@@ -274,7 +274,7 @@ def _groups(ready: Sequence[_Ready]) -> Iterator[list[_Ready]]:
 
 
 def _train_group(group: Sequence[_Ready]) -> list[Result]:
-    """`train` for n devices that keep nothing, at once."""
+    """`train_alone` for n devices that keep nothing, at once."""
     devices, starts = [one.begun.device for one in group], [one.begun.start for one in group]
     measure = group[0].begun.action.measure
     stack = Stack(devices[0].network, starts)

@@ -11,18 +11,19 @@ base and change in both phases.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from msgspec import UNSET
 
 from edge_agent.device.device import Device
 from edge_agent.learning.class_means import NearClassMeans
-from edge_agent.steps.training.frame import Learned, Recipe, fit, plain, train, train_together
+from edge_agent.steps.training.frame import Learned, Recipe, fit, plain, train_alone, train_together
 from fedge.steps.contract import Result
 from fedge.steps.training.train import Train
-from fedge.tensors.layers import cut, pasted
-from fedge.tensors.layout import Model
+from fedge.tensors.layers import Layers, cut, pasted
+from fedge.tensors.layout import Model, Tensors, flatten
 
 THREADED: Final = True
 """Whether orders may run in threads: the step draws from no generator of the process."""
@@ -33,7 +34,7 @@ overlay = pasted
 
 def run(device: Device, action: Train) -> Result:
     """FedAvg, or a method whose layers `action.personal` stay here."""
-    return train(device, action, lambda start, _: learn(device, action, start))
+    return train_alone(device, action, lambda start, _: learn(device, action, start))
 
 
 def many(devices: Sequence[Device], actions: Sequence[Train]) -> list[Result | None]:
@@ -57,3 +58,17 @@ def learn(device: Device, action: Train, start: Model) -> Learned:
         return Learned(network.present())
     trained = network.dump()
     return Learned(trained, cut(trained, device.layout, device.layout.select(action.personal)))
+
+
+def train(device: Device, action: Train, learn: Callable[[Model, Tensors | None], tuple[Model, Tensors]]) -> Result:
+    """The frame as version 0.1 had it, where what is kept are tensors by name; it goes with version 0.3."""
+    text = "edge_agent.steps.training.train.train is edge_agent.steps.train_alone now; it goes with version 0.3"
+    warnings.warn(text, FutureWarning, stacklevel=2)
+    keeps = action.kept(action.personal, device.layout)
+    assert keeps is not None
+
+    def learn_vectors(start: Model, mine: Layers | None) -> Learned:
+        trained, kept = learn(start, None if mine is None else mine.tensors())
+        return Learned(trained, flatten(kept, keeps))
+
+    return train_alone(device, action, learn_vectors)

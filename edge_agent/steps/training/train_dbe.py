@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from edge_agent.device.device import Device
-from edge_agent.steps.training.frame import Learned, train
+from edge_agent.steps.training.frame import Learned, train_alone
 from fedge.models import network as models
 from fedge.models.training import Loss, Trainer, tensor
 from fedge.steps.contract import Result
@@ -46,7 +46,7 @@ def mean_regularised(head: nn.Linear, offset: Tensor, goal: Tensor, *, kappa: fl
 def run(device: Device, action: TrainDbe) -> Result:
     """The shared model and the vector, together."""
     goal = global_mean(device.fetch(action.global_mean), device.layout)
-    return train(device, action, lambda start, mine: learn(device, action, start, mine, goal))
+    return train_alone(device, action, lambda start, mine: learn(device, action, start, mine, goal))
 
 
 def learn(device: Device, action: TrainDbe, start: Model, mine: Layers | None, goal: Floats) -> Learned:

@@ -12,7 +12,7 @@ import msgspec
 
 from edge_agent.device.device import Device
 from edge_agent.learning import private_model
-from edge_agent.steps.training.frame import Learned, train
+from edge_agent.steps.training.frame import Learned, train_alone
 from fedge.models.training import Trainer
 from fedge.steps.contract import Result
 from fedge.steps.training.train_ditto import TrainDitto
@@ -24,7 +24,7 @@ overlay = pasted
 
 def run(device: Device, action: TrainDitto) -> Result:
     """Both models, one after the other."""
-    return train(device, action, lambda w, mine: learn(device, action, w, mine))
+    return train_alone(device, action, lambda w, mine: learn(device, action, w, mine))
 
 
 def learn(device: Device, action: TrainDitto, w: Model, mine: Layers | None) -> Learned:

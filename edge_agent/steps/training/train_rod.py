@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from edge_agent.device.device import Device
-from edge_agent.steps.training.frame import Learned, train
+from edge_agent.steps.training.frame import Learned, train_alone
 from fedge.models import network as models
 from fedge.models.training import Loss, Trainer, batches, tensor
 from fedge.steps.contract import Result
@@ -39,7 +39,7 @@ def balanced_softmax(log_counts: Tensor) -> Loss:
 
 def run(device: Device, action: TrainRod) -> Result:
     """Both heads, batch by batch."""
-    return train(device, action, lambda start, mine: learn(device, action, start, mine))
+    return train_alone(device, action, lambda start, mine: learn(device, action, start, mine))
 
 
 def learn(device: Device, action: TrainRod, start: Model, mine: Layers | None) -> Learned:

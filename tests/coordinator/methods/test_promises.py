@@ -288,9 +288,9 @@ async def test_tensors_that_the_coordinator_would_not_fetch_are_refused(
     half = ModuleType("tests.coordinator.more")
 
     def run(device: Any, action: TrainMore) -> More:
-        from edge_agent.steps.training.frame import Learned, train
+        from edge_agent.steps.training.frame import Learned, train_alone
 
-        return train(device, action, lambda w, _: Learned(w, told={"control": device.send(b"control")}))
+        return train_alone(device, action, lambda w, _: Learned(w, told={"control": device.send(b"control")}))
 
     half.run = run  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "tests.coordinator.more", half)

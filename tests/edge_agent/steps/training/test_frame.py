@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from edge_agent.device.device import Device
 from edge_agent.device.encoding import send_update
-from edge_agent.steps.training.frame import Learn, Learned, Recipe, fit, train, train_together
+from edge_agent.steps.training.frame import Learn, Learned, Recipe, fit, train_alone, train_together
 from fedge.models.optimizer import Momentum
 from fedge.models.training import Network
 from fedge.steps.contract import Failed, Result, Reveals
@@ -104,7 +104,7 @@ def scaffold(device: Device, action: TrainBoth, start: Model, mine: Layers | Non
 
 def test_a_step_keeps_and_sends_more_and_moves_by_an_optimiser_of_its_own(tmp_path: Path, half: Any) -> None:
     """Two rounds of SCAFFOLD, against a plain loop (Karimireddy et al., Algorithm 1, option II)."""
-    half.run = lambda device, action: train(device, action, lambda w, mine: scaffold(device, action, w, mine))
+    half.run = lambda device, action: train_alone(device, action, lambda w, mine: scaffold(device, action, w, mine))
     half.overlay = lambda model, _kept, _layout: model
     blobs, own = Blobs(), worker(tmp_path, ALL)
     control = Model(np.full_like(INITIAL.params, 0.01), INITIAL.buffers, INITIAL.counters)
@@ -151,7 +151,7 @@ def by_hand(start: Model, correction: np.ndarray, seed: int) -> np.ndarray:
 
 def run_with(half: Any, learn: Learn, home: Path) -> Result:
     """The result of a step that keeps nothing by its contract."""
-    half.run = lambda device, action: train(device, action, learn)
+    half.run = lambda device, action: train_alone(device, action, learn)
     blobs = Blobs()
     action = TrainPlain(starts=(Start(model=blobs.model(1)),), sgd=SGD)
     return worker(home, ALL).execute(order(action), blobs, action=action).result
@@ -188,7 +188,7 @@ def test_devices_side_by_side_follow_the_recipe_that_each_follows_alone(tmp_path
 
     alone, together = devices(), devices()
     for device in alone:
-        train(device, action, partial(learn, device))
+        train_alone(device, action, partial(learn, device))
     results = train_together(together, [action, action], recipe_of)
     assert all(isinstance(result, Trained) for result in results)
     for one, other in zip(alone, together, strict=True):

@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 
 from deploy import load as load_bundle
+from edge_agent.device.device import Device
 from edge_agent.device.worker import Finished, Worker
 from edge_agent.learning import evaluation
 from edge_agent.learning.mixture import PLAIN, calibrated
+from edge_agent.steps.training import train as half
 from edge_agent.steps.training.train import learn
 from fedge.data.task import TaskSpec
 from fedge.models import build
@@ -29,7 +31,7 @@ from fedge.steps.training.train_rod import TrainRod
 from fedge.system.stopping import StoppedError
 from fedge.tasks import DeviceData
 from fedge.tensors import codecs
-from fedge.tensors.layout import BASE, HEAD, Codec, Model, Selector, Tensors, from_bytes, unflatten
+from fedge.tensors.layout import BASE, HEAD, Codec, Model, Selector, Tensors, from_bytes, overlaid, unflatten
 from fedge.wire.messages import BlobRef, Why
 from tests.support.orders import (
     INITIAL,
@@ -594,3 +596,27 @@ def test_without_class_means_an_order_has_the_bytes_of_one_that_does_not_know_th
     assert list(fields) == [name for name in names if name != "weights"]
     known = msgspec.msgpack.decode(body_of(msgspec.structs.replace(action, class_means=0.1)), type=old)
     assert msgspec.msgpack.encode(known) == body_of(action)
+
+
+def test_a_step_of_version_0_1_keeps_tensors_by_name_in_the_old_frame(
+    tmp_path: Path, blobs: Blobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def learn_by_name(start: Model, mine: Tensors | None) -> tuple[Model, Tensors]:
+        seen.append(mine)
+        return start, part_of(start, HEAD)
+
+    def run(device: Device, action: Train) -> Result:
+        with pytest.warns(FutureWarning, match=r"edge_agent\.steps\.train_alone"):
+            return half.train(device, action, learn_by_name)
+
+    seen: list[Tensors | None] = []
+    monkeypatch.setattr(half, "run", run)
+    monkeypatch.setattr(half, "overlay", overlaid)
+    own = worker(tmp_path)
+    for number in (1, 2):
+        assert isinstance(own.execute(order(train("fedper", blobs, number), number), blobs).result, Trained)
+    first, second = seen
+    assert first is None
+    assert second is not None
+    for name, tensor in part_of(INITIAL, HEAD).items():
+        np.testing.assert_array_equal(second[name], tensor)

@@ -1,0 +1,49 @@
+"""All that a device half may use, for those who write a step of their own: `from edge_agent.steps import Learned`.
+
+With it come the names of `fedge.steps.public`. What is in neither list may change with any version. This module needs
+torch; a device half imports it within its functions, since contracts are read where there is none.
+"""
+
+from edge_agent.device.device import Device, FailedError
+from edge_agent.device.encoding import send_update
+from edge_agent.steps.training.frame import (
+    Begun,
+    Learned,
+    Recipe,
+    begin,
+    finish,
+    fit,
+    train_alone,
+    train_together,
+)
+from fedge.models.network import features_and_logits, head_of
+from fedge.models.optimizer import Momentum, Optimizer
+from fedge.models.training import Loss, Network, Trainer, batches, cross_entropy, mean_loss, tensor
+
+__all__ = [  # noqa: RUF022 - as one meets them
+    # the device
+    "Device",
+    "FailedError",
+    "send_update",
+    # the frame of training
+    "train_alone",
+    "Learned",
+    "Recipe",
+    "fit",
+    "train_together",
+    "begin",
+    "Begun",
+    "finish",
+    # how weights move
+    "Network",
+    "Trainer",
+    "Loss",
+    "cross_entropy",
+    "mean_loss",
+    "batches",
+    "tensor",
+    "Optimizer",
+    "Momentum",
+    "head_of",
+    "features_and_logits",
+]

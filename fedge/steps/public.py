@@ -1,0 +1,49 @@
+"""All that a contract may use, for those who write a step of their own: `from fedge.steps import Train, Trained`.
+
+What is not in this list may change with any version. The device half has a list of its own, `edge_agent.steps.public`.
+"""
+
+from fedge.data.task import TaskSpec
+from fedge.steps.contract import Action, Declined, Failed, Result, Reveals, require
+from fedge.steps.sgd import Sgd
+from fedge.steps.training.train import Start, Train, Trained
+from fedge.tensors.layers import Layers, cut, joined, layers_of, pasted
+from fedge.tensors.layout import BASE, HEAD, Codec, Layout, Model, Selector, TensorInfo, flatten, unflatten
+from fedge.wire.messages import BlobRef, Count, NonNegative, Share, Why
+
+__all__ = [  # noqa: RUF022 - as one meets them
+    # a step of any kind
+    "Action",
+    "Result",
+    "Reveals",
+    "Declined",
+    "Failed",
+    "require",
+    "TaskSpec",
+    # a step that trains
+    "Train",
+    "Trained",
+    "Start",
+    "Sgd",
+    # models, and parts of them
+    "Model",
+    "Layout",
+    "TensorInfo",
+    "Selector",
+    "HEAD",
+    "BASE",
+    "Layers",
+    "cut",
+    "pasted",
+    "joined",
+    "layers_of",
+    "flatten",
+    "unflatten",
+    # fields of messages
+    "BlobRef",
+    "Codec",
+    "Why",
+    "Count",
+    "NonNegative",
+    "Share",
+]
