@@ -67,6 +67,8 @@ MEASURED_BYTES: Final = 64 * 1024
 """Shorter transfers tell more of delays than of the link's rate."""
 MEASURED: Final = 5
 """Transfers of whose rates the median counts: one that a broken connection or a busy sender held up changes little."""
+WHOLE_STALLS: Final = 3
+"""After how many stalls pieces are taken again where some were wrong: a sender on a busy machine answers late."""
 PART_KEPT_S: Final = 24 * 3600.0
 """Partial blobs untouched for a day are deleted when a receiver starts."""
 
@@ -141,7 +143,8 @@ class Receiver:
                 return
             part = PartialBlob(self._folder, ref, durable=self._durable)
             fetch = _Fetch(ref, part, self._pace)
-            fetch.whole_only = bool(attempt) and ref.size_bytes <= self._transport.chunk_bytes
+            if attempt and ref.size_bytes <= self._transport.chunk_bytes:
+                fetch.whole_only = WHOLE_STALLS
             self._fetches.add(fetch)
             try:
                 await self._transfer(fetch, chunks, wants, device_id, patience_s)
@@ -230,8 +233,8 @@ class _Fetch:
         self.quiet_s = 0.0
         """For how long nothing new has come although the broker was there."""
         self.asked_at: float | None = None
-        self.whole_only = False
-        """Whether pieces are ignored until nothing comes: some were wrong, and the sender needs one chunk alone, unless
+        self.whole_only = 0
+        """For how many stalls pieces are still ignored: some were wrong, and the sender needs one chunk alone, unless
         it has found a limit of the broker's."""
         self.wrong = False
         """Whether the whole blob came in one chunk and was not right: that is known at once, and changes nothing."""
@@ -285,7 +288,7 @@ class _Fetch:
             log.info("event=stalled digest=%s missing=%d", self.ref.digest, len(self.receiving.missing))
             self.listening = _draw_listening()
             self.receiving.stalled()
-            self.whole_only = False
+            self.whole_only = max(0, self.whole_only - 1)
             break
         self.progress.clear()
         if self._failure is not None:
