@@ -27,7 +27,7 @@ from coordinator.simulation.rounds import run
 from coordinator.store.store import Store
 from deploy.updates.slots import Slots
 from deploy.updates.trust import install_root
-from edge_agent.agent import context
+from edge_agent.agent import loop
 from edge_agent.device.device import repeatable
 from edge_agent.device.worker import Finished, Worker
 from edge_agent.learning.batched import Job, one_by_one
@@ -234,7 +234,7 @@ async def test_over_a_real_broker_from_birth_to_a_rollout_everything_sent_is_the
     method: str, samples: Pool, mosquitto_program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which samples validate is drawn from the device's files, too. In the second fleet d0 has nothing marked."""
-    monkeypatch.setattr(context, "measure", lambda i, n, *_: Context(device_id=i, n_samples=n))
+    monkeypatch.setattr(loop, "measure", lambda i, n, *_: Context(device_id=i, n_samples=n))
     newer = trained_bundle(tmp_path / "newer", samples.spec, samples.x[:300], samples.y[:300], release=7)
     Repository.create(tmp_path / "repo")
     _, plan = plan_of(tmp_path / "repo", newer)
