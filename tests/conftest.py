@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import sys
 
 # As the agent does, and before anybody imports torch or numpy: several threads on small networks mostly wait for each
 # other. Child processes inherit it.
 os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
+# Hundreds of processes import fedge, and each pytest worker all tests: they compile the sources once, whatever this
+# machine is told to do otherwise.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 import functools
 import logging
-import sys
 import types
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path

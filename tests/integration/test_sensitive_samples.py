@@ -60,11 +60,17 @@ METHODS = [
 PRIVATE = ["fedavg", "fedavgm", "fedbuff", "fedprox", "fedper", "fedrep", "lg-fedavg"]
 """Methods that differential privacy is for."""
 TUNED = {name for name in installed_methods() if FINE_TUNED not in method_class(name).REFUSED} - {"fedge"}
-OFTEN = [
+COMBINED = [
     *sorted({f"{name}+ft" for name in TUNED} - {*METHODS}),
     "fedge+ft:mode=shift",
     *(f"{name}{tuned} dp" for name in PRIVATE for tuned in ("", "+ft")),
 ]
+"""What is combined of methods and parts that run alone, too."""
+SEEDED = [
+    *((method, (k + more) % 5) for k, method in enumerate(METHODS) for more in (0, 2)),
+    *((method, k % 5) for k, method in enumerate(COMBINED)),
+]
+"""Each with federations of its own, for what all methods do is then seen on many."""
 
 
 class Wire:
@@ -135,16 +141,9 @@ def check(method: str, seed: int, samples: Pool, folder: Path) -> None:
     assert [k for k, (a, b) in enumerate(zip(first, second, strict=True)) if a != b] == []
 
 
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "seed"), SEEDED)
 def test_sensitive_samples_shape_nothing_that_leaves(method: str, seed: int, samples: Pool, tmp_path: Path) -> None:
     check(method, seed, samples, tmp_path)
-
-
-@pytest.mark.parametrize("method", OFTEN)
-def test_nor_with_fine_tuning_or_with_noise(method: str, samples: Pool, tmp_path: Path) -> None:
-    for seed in range(5):
-        check(method, seed, samples, tmp_path / str(seed))
 
 
 # -------------------------------------------------------------------------------------------- over a real broker
