@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 
 # As the agent does, and before anybody imports torch or numpy: several threads on small networks mostly wait for each
 # other. Child processes inherit it.
@@ -11,10 +10,10 @@ os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
 # Hundreds of processes import fedge, and each pytest worker all tests: they compile the sources once, whatever this
 # machine is told to do otherwise.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-sys.dont_write_bytecode = False
 
 import functools
 import logging
+import sys
 import types
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -31,6 +30,8 @@ from tests.support.bucket import new_bucket, s3
 from tests.support.postgres import new_database, postgres
 
 __all__ = ["forced", "free_disk", "not_installed", "python_at"]
+
+sys.dont_write_bytecode = False
 
 # No test measures how fast this machine is: others may be at work on it.
 hypothesis.settings.register_profile("fedge", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])

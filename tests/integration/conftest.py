@@ -1,4 +1,4 @@
-"""Fixtures of the tests in which releases reach devices: a signed repository, and a bundle before and after."""
+"""A signed repository with a bundle before and after, for releases; and coordinators without a child process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.service import beginning
 from export.signing import Repository
+from fedge.data.task import TaskSpec
+from fedge.models.build import initial
+from fedge.tensors.layout import Layout, Model
 from tests.deploy.bundles import other_gate, variant
 
 
@@ -24,3 +28,16 @@ def old(tmp_path: Path) -> Path:
 @pytest.fixture
 def new(tmp_path: Path) -> Path:
     return variant(tmp_path / "new", release=2, gate=other_gate)
+
+
+@pytest.fixture
+def first_model_made_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Coordinators of this process make the first model in it, without the seconds of a child that imports torch.
+
+    That a child makes the same, and tries the network first, is what tests/coordinator/service/test_checks.py shows.
+    """
+
+    def made(task: TaskSpec, seed: int, *_: object) -> tuple[Layout, Model]:
+        return initial(task, seed)
+
+    monkeypatch.setattr(beginning, "first_model", made)

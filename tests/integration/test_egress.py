@@ -219,6 +219,7 @@ async def agents(
                 agent.stop()
 
 
+@pytest.mark.usefixtures("first_model_made_here")
 @pytest.mark.parametrize("method", installed_methods())
 async def test_no_canary_is_in_the_traffic_of_any_method(
     method: str, samples: Pool, mosquitto: LocalBroker, tmp_path: Path
@@ -272,6 +273,7 @@ def _noted_as_sent(home: Path, device: str, tap: Tap) -> None:
     assert {message for message in heard if noted[message] < heard[message]} == set()
 
 
+@pytest.mark.usefixtures("first_model_made_here")
 async def test_no_canary_is_in_what_a_serving_device_says(
     samples: Pool, mosquitto: LocalBroker, tmp_path: Path
 ) -> None:

@@ -43,6 +43,7 @@ FEWEST_RIGHT = 0.3
 """Mean share of right answers on the devices' test samples; chance is 0.1."""
 
 
+@pytest.mark.usefixtures("first_model_made_here")
 @pytest.mark.parametrize("case", [*installed_methods(), "fedavg+ft", "fedepc with server data", *POOLS, *VARIANTS])
 async def test_it_ends_in_bundles_that_predict_like_torch(case: str, mosquitto: LocalBroker, tmp_path: Path) -> None:
     method = case.split(maxsplit=1)[0]

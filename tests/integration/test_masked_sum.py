@@ -30,6 +30,7 @@ from fedge.wire.connection.broker import BrokerSettings
 from fedge.wire.messages import Order, Outcome, Report, decode
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.usefixtures("first_model_made_here")
 DEVICES = tuple(f"cam{k}" for k in range(6))
 LOST = "cam1"
 OTHERS = tuple(device for device in DEVICES if device != LOST)

@@ -228,6 +228,7 @@ async def lived(
         assert (await rolled_out(broker, home / "repo", release, plan)).state is RolloutState.DONE
 
 
+@pytest.mark.usefixtures("first_model_made_here")
 @pytest.mark.parametrize("method", ["fedge", "ditto", "fedrep", "scmoe-pfl"])
 async def test_over_a_real_broker_from_birth_to_a_rollout_everything_sent_is_the_same(
     method: str, samples: Pool, mosquitto_program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -24,6 +24,7 @@ DEVICES = tuple(f"cam{n:02}" for n in range(12))
 LACKING = {"cam01", "cam05", "cam11"}
 
 
+@pytest.mark.usefixtures("first_model_made_here")
 @pytest.mark.parametrize("method", ["fedavg", "fedper", "fedge"])
 async def test_the_others_learn_and_they_get_what_those_learned(
     method: str, mosquitto: LocalBroker, tmp_path: Path

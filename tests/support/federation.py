@@ -8,7 +8,6 @@ import json
 import re
 import signal
 import sqlite3
-import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -32,6 +31,7 @@ from fedge.models.build import initial
 from fedge.steps.sgd import Sgd
 from fedge.tasks import Partitioning, device_data, partition, pool, task_spec, write_share, write_task
 from fedge.tensors.layout import Codec, unflatten
+from tests.support import warm
 from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[2]
@@ -60,11 +60,12 @@ class Running:
     @classmethod
     async def start(cls, log: Path, *arguments: object) -> Self:
         """Run `fedge ARGUMENTS --json`."""
-        command = (sys.executable, "-m", "fedge", *map(str, arguments), "--json")
+        command = warm.command(*map(str, arguments), "--json")
         with log.open("ab") as stderr:
-            return cls(
-                await asyncio.create_subprocess_exec(*command, limit=2**24, stdout=PIPE, stderr=stderr, cwd=ROOT), log
+            process = await asyncio.create_subprocess_exec(
+                *command, limit=2**24, stdout=PIPE, stderr=stderr, cwd=ROOT, env=warm.environment()
             )
+        return cls(process, log)
 
     async def _read(self) -> None:
         assert self.process.stdout is not None
