@@ -13,6 +13,7 @@ A section of a paper is written with its own sign: "Li et al., §3.1".
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,29 +64,46 @@ def own_specification(file: Path, text: str) -> str | None:
 def citations(file: Path, root: Path = ROOT) -> Iterator[Citation]:
     """All citations of a file, a range as its two ends; their source is a path from the root."""
     text = file.read_text()
-    own = own_specification(file, text)
     joined = re.sub(r"\n[ #]*", lambda gap: " " + "\0" * (len(gap.group()) - 1), text)  # positions stay
-    source = re.sub("\0", "", joined)
+    source = joined.replace("\0", "")
+    if not (all_found := list(CITATION.finditer(source))):
+        return
+    own = own_specification(file, text)
     starts = [position for position, letter in enumerate(joined) if letter != "\0"]
-    for found in CITATION.finditer(source):
+    for found in all_found:
         name = found["file"] or found["short"] or METHODS.get(found["method"] or "", own)
         line = 1 + text.count("\n", 0, starts[found.start()])
         for section in re.findall(_SECTION, found["sections"] or found["of_short"]):
             yield Citation(str(file.relative_to(root)), line, name, section)
 
 
+@functools.cache
 def headings(name: str) -> list[str]:
     """Numbers of the sections of a specification."""
     return HEADING.findall(SPECIFICATIONS[name].read_text())
 
 
-@pytest.mark.parametrize("file", texts(), ids=lambda file: str(file.relative_to(ROOT)))
-def test_every_cited_section_exists(file: Path) -> None:
-    for citation in citations(file):
-        where = f"{citation.source}:{citation.line}, section {citation.section}"
-        assert citation.name is not None, f"{where}: of what? Name docs/methods/NAME.md in the module's docstring"
-        assert citation.name in SPECIFICATIONS, f"{where}: there is no docs/methods/{citation.name}.md"
-        assert citation.section in headings(citation.name), f"{where}: docs/methods/{citation.name}.md has none"
+def problem(citation: Citation) -> str | None:
+    """What is wrong with a citation, and where it stands; None: nothing."""
+    where = f"{citation.source}:{citation.line}, section {citation.section}"
+    if citation.name is None:
+        return f"{where}: of what? Name docs/methods/NAME.md in the module's docstring"
+    if citation.name not in SPECIFICATIONS:
+        return f"{where}: there is no docs/methods/{citation.name}.md"
+    return None if citation.section in headings(citation.name) else f"{where}: docs/methods/{citation.name}.md has none"
+
+
+def test_every_cited_section_exists() -> None:
+    found = [citation for file in texts() for citation in citations(file)]
+    assert len(found) > 100
+    assert [said for citation in found if (said := problem(citation))] == []
+
+
+def test_what_is_wrong_with_a_citation_is_said_with_its_place() -> None:
+    assert problem(Citation("a.py", 3, None, "4")) is not None
+    assert problem(Citation("a.py", 3, "nothing", "4")) == "a.py:3, section 4: there is no docs/methods/nothing.md"
+    assert problem(Citation("a.py", 3, "fedepc", "99")) == "a.py:3, section 99: docs/methods/fedepc.md has none"
+    assert problem(Citation("a.py", 3, "fedepc", "4")) is None
 
 
 @pytest.mark.parametrize("name", SPECIFICATIONS)

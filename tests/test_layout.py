@@ -73,10 +73,9 @@ def test_file_of(module: Path) -> Path:
 test_file_of.__test__ = False  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("module", modules(), ids=str)
-def test_every_module_has_its_test_file(module: Path) -> None:
-    elsewhere = WITHOUT_TESTS_OF_THEIR_OWN.get(str(module))
-    assert (ROOT / (elsewhere or test_file_of(module))).is_file()
+def test_every_module_has_its_test_file() -> None:
+    files = {module: WITHOUT_TESTS_OF_THEIR_OWN.get(str(module)) or test_file_of(module) for module in modules()}
+    assert [f"{module}: {file}" for module, file in files.items() if not (ROOT / file).is_file()] == []
 
 
 def test_exceptions_are_needed() -> None:

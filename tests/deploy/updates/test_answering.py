@@ -375,11 +375,11 @@ def test_a_sample_of_the_wrong_shape_is_the_callers_fault(slots):
 
 
 @pytest.mark.statistical
-def test_a_hundred_thousand_predictions_with_switches_in_between(slots, tmp_path, x):
-    """RSS flat, no failed request, no file left over (24 hours in small; a tenth of it under emulation)."""
+def test_thirty_thousand_predictions_with_switches_in_between(slots, tmp_path, x):
+    """RSS flat, no failed request, no file left over (24 hours in small; half of it under emulation)."""
     answering = Answering(slots, Limits(probation_predictions=50))
     emulated = "QEMU_CPU" in os.environ  # tests/emulation
-    process, n_threads, per_thread = psutil.Process(), 2, 5_000 if emulated else 50_000
+    process, n_threads, per_thread = psutil.Process(), 2, 5_000 if emulated else 10_000
     stop = threading.Event()
 
     def ask():
@@ -411,7 +411,7 @@ def test_a_hundred_thousand_predictions_with_switches_in_between(slots, tmp_path
     assert warm + answered == answering.n_predictions == (n_threads + 1) * per_thread
     assert answering.n_failed == 0
     assert n_switches > 5
-    assert emulated or after - before < 30 * 2**20  # QEMU's own memory grows
+    assert emulated or after - before < 6 * 2**20  # QEMU's own memory grows
     assert not [*(tmp_path / "home").glob("parts/*")]
     assert sorted(p.name for p in (tmp_path / "home").glob("slot*")) == ["slot-a", "slot-b", "slots.json"]
 
