@@ -43,7 +43,7 @@ def stop_the_checks(coordinator: Running) -> bool:
 
 async def test_it_ends_in_time_and_the_next_one_counts_each_update_once(mosquitto: LocalBroker, tmp_path: Path) -> None:
     assert initial(TASK, 0)[0].n_params > SMALL
-    async with Federation(mosquitto, tmp_path, devices=DEVICES, task=TASK) as federation:
+    async with Federation(mosquitto, tmp_path, devices=DEVICES, task=TASK, forked=False) as federation:
         await federation.agents()
         coordinator = await federation.coordinator(method="fedavg", rounds=ROUNDS)
         await until(lambda: stop_the_checks(coordinator))

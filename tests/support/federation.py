@@ -58,9 +58,9 @@ class Running:
         self._reading = asyncio.create_task(self._read())
 
     @classmethod
-    async def start(cls, log: Path, *arguments: object) -> Self:
-        """Run `fedge ARGUMENTS --json`."""
-        command = warm.command(*map(str, arguments), "--json")
+    async def start(cls, log: Path, *arguments: object, forked: bool = True) -> Self:
+        """Run `fedge ARGUMENTS --json`. `forked`: its children need not import anything (`tests.support.warm`)."""
+        command = warm.command(*map(str, arguments), "--json", forked=forked)
         with log.open("ab") as stderr:
             process = await asyncio.create_subprocess_exec(
                 *command, limit=2**24, stdout=PIPE, stderr=stderr, cwd=ROOT, env=warm.environment()
@@ -131,8 +131,10 @@ class Federation:
         devices: Iterable[str],
         task: TaskSpec | None = None,
         store_url: str | None = None,
+        forked: bool = True,
     ) -> None:
         self.broker = broker
+        self.forked = forked
         self.store_url = store_url
         self.folder = folder
         self.devices = tuple(devices)
@@ -175,7 +177,7 @@ class Federation:
     async def _start(self, role: str, flags: Mapping[str, object], *, log: str = "coordinator") -> Running:
         broker = f"{self.broker.host}:{self.broker.port}"
         given = {"broker": broker, "federation": NAME, "task": self.folder / "task.json", **flags}
-        running = await Running.start(self.folder / f"{log}.log", role, *words(given))
+        running = await Running.start(self.folder / f"{log}.log", role, *words(given), forked=self.forked)
         self._stack.push_async_callback(running.kill)
         return running
 

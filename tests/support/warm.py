@@ -55,9 +55,9 @@ def forking() -> tuple[str, subprocess.Popen[bytes]]:
         )
 
 
-def command(*words: str) -> list[str]:
-    """The command line of `fedge WORDS...`; its children are warm where there is what forking them takes."""
-    return [sys.executable, "-m", "tests.support.warm" if sys.platform == "linux" else "fedge", *words]
+def command(*words: str, forked: bool) -> list[str]:
+    """The command line of `fedge WORDS...`, with forked children where there is what that takes."""
+    return [sys.executable, "-m", "tests.support.warm" if forked and sys.platform == "linux" else "fedge", *words]
 
 
 def environment() -> dict[str, str]:
