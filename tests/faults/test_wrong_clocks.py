@@ -23,7 +23,7 @@ async def test_rounds_go_on_though_clocks_are_a_year_apart(
     (shifted / "sitecustomize.py").write_text(
         f"import time\nright = time.time\ntime.time = lambda: right() + {ahead_s}\n"
     )
-    async with Federation(mosquitto, tmp_path, devices=("cam0", "cam1")) as federation:
+    async with Federation(mosquitto, tmp_path, devices=("cam0", "cam1"), forked=False) as federation:
         await federation.agent("cam1", context_interval_s=0.5)
         with monkeypatch.context() as patched:
             patched.setenv("PYTHONPATH", str(shifted))

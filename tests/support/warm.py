@@ -8,6 +8,7 @@ exit codes of their own, and end with the process that asked for them, however t
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import importlib
@@ -41,18 +42,21 @@ WARM: Final = (
 
 
 @functools.cache
-def forking() -> tuple[str, subprocess.Popen[bytes]]:
-    """The name of the socket at which children are forked, and the process behind it, which ends with this one."""
+def forking() -> str:
+    """The name of the socket at which children are forked; the process behind it ends with this one."""
     name = f"fedge-warm-{os.getpid()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(f"\0{name}")
         listener.listen(64)
         words = (str(listener.fileno()), str(os.getpid()))
-        return name, subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-c", "from tests.support.warm import serve; serve()", *words],
             pass_fds=[listener.fileno()],
             cwd=ROOT,
         )
+    atexit.register(process.wait)
+    atexit.register(process.kill)  # the last is first
+    return name
 
 
 def command(*words: str, forked: bool) -> list[str]:
@@ -62,7 +66,7 @@ def command(*words: str, forked: bool) -> list[str]:
 
 def environment() -> dict[str, str]:
     """The environment of such a command."""
-    return {**os.environ, ADDRESS: forking()[0]} if sys.platform == "linux" else {**os.environ}
+    return {**os.environ, ADDRESS: forking()} if sys.platform == "linux" else {**os.environ}
 
 
 # ------------------------------------------------------------------------------------------------------ who forks
@@ -114,8 +118,7 @@ def become(asked: dict[str, Any], wire: int, errors: int) -> NoReturn:
         os.chdir(asked["cwd"])
         os.environ.clear()
         os.environ.update(asked["env"])
-        here = asked["env"]["PYTHONPATH"].split(os.pathsep)
-        sys.path[:] = [*here, *(folder for folder in sys.path if folder and folder not in here)]
+        sys.path[:] = asked["env"]["PYTHONPATH"].split(os.pathsep)  # all of that of who asks
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
         child._serve(asked["function"], Connection(wire))
