@@ -4,12 +4,4 @@ from export.bundle import write_bundle
 from export.mixture import Candidate, GateWeights, Guard, Mixture
 from export.pool import Pool, PoolGate
 
-__all__ = [
-    "Candidate",
-    "GateWeights",
-    "Guard",
-    "Mixture",
-    "Pool",
-    "PoolGate",
-    "write_bundle",
-]
+__all__ = ["Candidate", "GateWeights", "Guard", "Mixture", "Pool", "PoolGate", "write_bundle"]

@@ -72,8 +72,7 @@ NO_SETTINGS: Final[Mapping[str, str]] = {
 
 NAME: Final = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}\Z"
 Name = Annotated[
-    str,
-    Meta(pattern=NAME, extra={"words": "1 to 63 letters, digits, dots, dashes, underscores, the first no sign"}),
+    str, Meta(pattern=NAME, extra={"words": "1 to 63 letters, digits, dots, dashes, underscores, the first no sign"})
 ]
 """Of a federation, a device or a model: part of topics, folders and addresses."""
 CODE: Final = Meta(extra={"code": "yes"})

@@ -47,6 +47,7 @@ WITHOUT_TESTS_OF_THEIR_OWN = {
     "fedge/identity/names.py": "tests/fedge/identity/test_authority.py",
     "fedge/models/build.py": "tests/fedge/models/test_network.py",
     "fedge/models/choice.py": "tests/fedge/models/test_weights.py",
+    "fedge/tensors/rounding.py": "tests/fedge/tensors/test_codecs.py",
     "fedge/tasks/shares.py": "tests/fedge/tasks/test_partition.py",
     "coordinator/service/findings.py": "tests/coordinator/service/test_checks.py",
     "coordinator/simulation/reports/comparison.py": "tests/coordinator/simulation/test_compare.py",

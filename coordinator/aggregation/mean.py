@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fedge.tensors.codecs import blockwise, threads
 from fedge.tensors.layout import Layout, Model
+from fedge.tensors.rounding import blockwise, threads
 
 BLOCK = 262_144
 """Elements of a vector that are worked on at a time, so that they stay in the CPU's cache from one step to the next.

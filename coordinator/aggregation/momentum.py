@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fedge.tensors.codecs import blockwise
 from fedge.tensors.layout import Floats
+from fedge.tensors.rounding import blockwise
 
 
 @dataclass(frozen=True, slots=True)

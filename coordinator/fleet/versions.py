@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from fedge.tensors import codecs
+from fedge.tensors import codecs, rounding
 from fedge.tensors.layout import Layout, Model, Tensors, to_bytes, unflatten
 from fedge.wire.messages import BlobRef, Difference, back_from
 
@@ -45,13 +45,13 @@ def put_after(fleet: Fleet, base: BlobRef, model: Model, layout: Layout) -> Blob
             steps, round_rest = codecs.descended(name, now[name], before[name], carried, after[name])
             stored |= steps
             rests.append(round_rest)
-        writing = codecs.threads().submit(fleet.put_model, derived, layout)
+        writing = rounding.threads().submit(fleet.put_model, derived, layout)
         for each in rests:
             left |= each()
         data = codecs.packed(stored)
         blob, carry = fleet.put_bytes(data), fleet.put_bytes(to_bytes(left))
         ref = writing.result()
-    except codecs.NotFiniteError:  # such large numbers cannot be subtracted or rounded
+    except rounding.NotFiniteError:  # such large numbers cannot be subtracted or rounded
         return fleet.put_model(model, layout)
     if len(data) >= ref.size_bytes:
         return fleet.put_model(model, layout)

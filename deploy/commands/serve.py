@@ -82,10 +82,7 @@ class ServeSettings(Credentials, frozen=True, kw_only=True):
         int, Meta(ge=1, le=256), Heading.SERVER, "One call takes up to this many samples of several requests."
     ] = 8
     max_delay_ms: Annotated[
-        float,
-        Meta(ge=0, le=1000, extra={"unit": "ms"}),
-        Heading.SERVER,
-        "A request waits this long for others.",
+        float, Meta(ge=0, le=1000, extra={"unit": "ms"}), Heading.SERVER, "A request waits this long for others."
     ] = 0.0
     max_waiting: Annotated[
         int, Meta(ge=1, le=10000), Heading.SERVER, "This many requests may wait; others get 503."
@@ -204,11 +201,7 @@ def _device(settings: ServeSettings, name: str | None, home: Path, held: context
 
 
 async def _run(
-    settings: ServeSettings,
-    models: Sequence[_Model],
-    rules: Rules,
-    tls: ssl.SSLContext | None,
-    as_json: bool,
+    settings: ServeSettings, models: Sequence[_Model], rules: Rules, tls: ssl.SSLContext | None, as_json: bool
 ) -> None:
     stopped = asyncio.Event()
     on_signal(stopped.set, within_s=DRAIN_S)

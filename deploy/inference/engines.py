@@ -47,9 +47,7 @@ ROUNDING: Final = 1e-4
 
 
 RuntimeOption = Annotated[
-    EngineChoice,
-    Heading.PREDICTION,
-    "This engine runs the bundle (docs/runtime.md); lazy and int8 are approximate.",
+    EngineChoice, Heading.PREDICTION, "This engine runs the bundle (docs/runtime.md); lazy and int8 are approximate."
 ]
 ModeOption = Annotated[Mode, Heading.PREDICTION, "The mode shift is for samples unlike the device's own data."]
 ThreadsOption = Annotated[int, Meta(ge=1, le=256), Heading.PREDICTION, "ONNX Runtime has this many threads."]

@@ -81,13 +81,7 @@ def allowed_ms(before: Quality | None, limits: Limits) -> float | None:
     return min(bounds, default=None)
 
 
-def examine(
-    running: Path | None,
-    staged: Path,
-    home: Path,
-    limits: Limits,
-    how: How = How(),
-) -> Examination:
+def examine(running: Path | None, staged: Path, home: Path, limits: Limits, how: How = How()) -> Examination:
     """Measure and compare in a child process, with the options of the service; any failure is a reason."""
     try:
         found = child.call(

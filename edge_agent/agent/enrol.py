@@ -62,13 +62,7 @@ TASK: Final = "task.json"
 )
 @json_option()
 def enrol(
-    kit: Path | None,
-    device_id: str | None,
-    data: Path | None,
-    task: str | None,
-    folder: Path,
-    *,
-    as_json: bool,
+    kit: Path | None, device_id: str | None, data: Path | None, task: str | None, folder: Path, *, as_json: bool
 ) -> None:
     """Make this machine the device that a start-up kit names (`fedge provision device`); "-" reads it from a pipe.
 

@@ -16,7 +16,7 @@ from edge_agent.device.device import Device, Unpacked, decoded
 from edge_agent.device.room import Room
 from fedge.errors import ProtocolError
 from fedge.system.files import digest_of
-from fedge.tensors import codecs
+from fedge.tensors import codecs, rounding
 from fedge.tensors.layers import cut
 from fedge.tensors.layout import Codec, Layout, Model, Tensors, unflatten
 from fedge.wire.messages import BlobRef
@@ -62,7 +62,7 @@ def send_update(device: Device, update: Model, part: Layout, codec_: Codec) -> B
             data = _with_what_waited(device, own, part, number)
         else:
             data = codecs.encode(unflatten(own, part), codec_, {info.name for info in part.of_kind("buffer")})
-    except codecs.NotFiniteError as error:
+    except rounding.NotFiniteError as error:
         raise ProtocolError("not-finite", f"training diverged: {error}") from error
     return device.send(data, codec_)
 

@@ -313,11 +313,7 @@ async def _run(running: LocalBroker, *, follow: bool, as_json: bool) -> None:
     help="The broker is of this kind; auto is Mosquitto if it is installed.",
 )
 @option(
-    "--host",
-    heading=Heading.BROKER,
-    default="127.0.0.1",
-    show_default=True,
-    help="The broker listens on this address.",
+    "--host", heading=Heading.BROKER, default="127.0.0.1", show_default=True, help="The broker listens on this address."
 )
 @option(
     "--port",

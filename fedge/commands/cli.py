@@ -48,7 +48,7 @@ RENAMED: Final = {
 """Options of former versions that no command has any more, and those that stand for them."""
 NEVER: Final = {
     "--optimizer": "devices train by SGD with momentum (--learning-rate, --momentum, --weight-decay). There is no "
-    "other optimizer: orders can express only this one, and the methods' equations use it",
+    "other optimizer: orders can express only this one, and the methods' equations use it"
 }
 """Options that people look for and no command has, and why."""
 FIRST: Final = "The first week"

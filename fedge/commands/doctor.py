@@ -73,9 +73,7 @@ class DoctorSettings(Credentials, frozen=True, kw_only=True):
     """Section [doctor] of the configuration."""
 
     role: Annotated[
-        Literal["agent", "coordinator", "serve"],
-        Heading.RUNS,
-        "The section of this role in the configuration counts.",
+        Literal["agent", "coordinator", "serve"], Heading.RUNS, "The section of this role in the configuration counts."
     ] = "agent"
     broker: Broker | None = None
     federation: FederationName | None = None

@@ -16,9 +16,7 @@ class Processor(StrEnum):
 
 
 TrainOn = Annotated[
-    Processor,
-    Heading.RUNS,
-    "Networks are trained on this processor; cuda is the first GPU that torch sees.",
+    Processor, Heading.RUNS, "Networks are trained on this processor; cuda is the first GPU that torch sees."
 ]
 """The setting of all commands that train."""
 

@@ -95,12 +95,7 @@ class Task:
 
     @classmethod
     def from_dataset(
-        cls,
-        dataset: Any,
-        *,
-        model: object = None,
-        classes: Sequence[str] | None = None,
-        name: str | None = None,
+        cls, dataset: Any, *, model: object = None, classes: Sequence[str] | None = None, name: str | None = None
     ) -> Self:
         """Read a whole `torch.utils.data.Dataset` of pairs (input, class number).
 

@@ -14,12 +14,9 @@ refused by name, and takes no more memory than that model.
 
 from __future__ import annotations
 
-import functools
 import math
-import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, pairwise
-from typing import TYPE_CHECKING, Any, BinaryIO, Final, TypeVar
+from typing import Any, BinaryIO, Final
 
 import numpy as np
 import zstandard
@@ -39,28 +36,29 @@ from fedge.tensors.layout import (
     unflatten,
     views_of,
 )
+from fedge.tensors.rounding import (
+    BLOCK,
+    LARGEST_BFLOAT16,
+    NotFiniteError,
+    blockwise,
+    largest_of,
+    places_of_largest,
+    round_into,
+    scale_of,
+    to_bfloat16,
+    to_int8,
+)
 
-if TYPE_CHECKING:
-    from concurrent.futures import ThreadPoolExecutor
-
-Found = TypeVar("Found")
 Norms = tuple[float, float]
 """L2 norms of a model's parameters and of its buffers, to 1e-5 of them; numbers below 1e-19 may count as 0."""
 
-_BLOCK: Final = 65_536  # numbers rounded at a time, so that they stay in the CPU cache between operations
 _LEVEL: Final = 1  # the fastest; higher levels gain a few per cent on noise-like updates
 _SCALE: Final = ".scale"
 _GAPS: Final = ".gaps"
 _SCALED: Final = (Codec.INT8, Codec.TOP)
 _ONE_IN: Final = 100  # the share of a tensor's numbers sent in TOP
-_LARGEST_BFLOAT16: Final = np.uint32(0x7F7F)  # magnitude bits; a finite number must not be rounded to infinity
-_LARGEST_SCALE: Final = np.nextafter(np.finfo(np.float32).max / np.float32(127), np.float32(0))  # x 127 is finite
 _HEADER_BYTES: Final = 4096  # of a safetensors file, without its tensors' entries
 _ENTRY_BYTES: Final = 256  # of a tensor's entry in the header, without its name
-
-
-class NotFiniteError(ValueError):
-    """A tensor to be stored holds NaN or infinity."""
 
 
 def encode(tensors: Mapping[str, NDArray[np.generic]], codec: Codec, exact: Collection[str] = ()) -> bytes:
@@ -168,8 +166,8 @@ def apply_differences(base: BinaryIO, differences: Sequence[bytes]) -> Iterator[
     yield base.read(begin)
     for name, place in places.items():
         changes = [_change(name, place, tensors) for tensors in steps]
-        for start in range(0, place.size, _BLOCK):
-            part = slice(start, min(start + _BLOCK, place.size))
+        for start in range(0, place.size, BLOCK):
+            part = slice(start, min(start + BLOCK, place.size))
             numbers = np.frombuffer(base.read((part.stop - part.start) * place.dtype.itemsize), place.dtype)
             for change, scale in changes:
                 numbers = change[part] if scale is None else _sum(numbers, change[part], scale)
@@ -222,17 +220,17 @@ def descended(
 
     def add(part: slice) -> np.float32:
         aim = wanted(part)
-        _round(aim - others[part], scale, steps[part])
+        round_into(aim - others[part], scale, steps[part])
         total[part] = _sum(others[part], steps[part], scale)
-        return _largest_of(aim - total[part])
+        return largest_of(aim - total[part])
 
     def left() -> Tensors:
         kept = np.empty(numbers.size, np.int8)
-        blockwise(numbers.size, lambda part: _round(wanted(part) - total[part], rest, kept[part]))
+        blockwise(numbers.size, lambda part: round_into(wanted(part) - total[part], rest, kept[part]))
         return {name: kept.reshape(tensor.shape), name + _SCALE: rest}
 
-    scale = _scale_of(blockwise(numbers.size, lambda part: _largest_of(wanted(part) - others[part]), threaded=True))
-    rest = _scale_of(blockwise(numbers.size, add, threaded=True))
+    scale = scale_of(blockwise(numbers.size, lambda part: largest_of(wanted(part) - others[part]), threaded=True))
+    rest = scale_of(blockwise(numbers.size, add, threaded=True))
     return {name: steps.reshape(tensor.shape), name + _SCALE: scale}, left
 
 
@@ -277,7 +275,7 @@ def _finite(tensors: Tensors, info: TensorInfo, codec: Codec) -> bool:
         with np.errstate(over="ignore", invalid="ignore"):  # a hostile scale
             return bool(np.isfinite(np.multiply(extremes, tensors[info.name + _SCALE])).all())
     if info.kind == "param" and codec is Codec.BFLOAT16:
-        return bool(np.max(stored & np.uint16(0x7FFF), initial=0) <= _LARGEST_BFLOAT16)
+        return bool(np.max(stored & np.uint16(0x7FFF), initial=0) <= LARGEST_BFLOAT16)
     return bool(np.isfinite(stored).all())
 
 
@@ -290,7 +288,7 @@ def _square(tensors: Tensors, info: TensorInfo, codec: Codec) -> float:
         return _sum_of_squares(stored) * float(tensors[info.name + _SCALE]) ** 2
     if info.kind == "param" and codec is Codec.BFLOAT16:
         bits = stored.reshape(-1)
-        blocks = (bits[k : k + _BLOCK].astype(np.uint32) << np.uint32(16) for k in range(0, bits.size, _BLOCK))
+        blocks = (bits[k : k + BLOCK].astype(np.uint32) << np.uint32(16) for k in range(0, bits.size, BLOCK))
         return sum(_sum_of_squares(block.view(np.float32)) for block in blocks)
     return _sum_of_squares(stored)
 
@@ -303,8 +301,8 @@ def _sum_of_squares(array: NDArray[Any]) -> float:
 @np.errstate(over="ignore", invalid="ignore")
 def _sum_of_blocks(numbers: NDArray[Any]) -> float:
     total = 0.0
-    for start in range(0, numbers.size, _BLOCK):
-        block = numbers[start : start + _BLOCK].astype(np.float32, copy=False)
+    for start in range(0, numbers.size, BLOCK):
+        block = numbers[start : start + BLOCK].astype(np.float32, copy=False)
         square = float(np.dot(block, block))
         if not np.isfinite(square):  # perhaps only beyond float32; float64 takes four times as long
             square = float(np.sum(np.square(block, dtype=np.float64)))
@@ -316,92 +314,21 @@ def _stored(name: str, tensor: Floats, codec: Codec) -> Tensors:
     """The stored tensors for one trainable tensor."""
     match codec:
         case Codec.INT8:
-            steps, scale = _to_int8(tensor.reshape(-1))
+            steps, scale = to_int8(tensor.reshape(-1))
             return {name: steps.reshape(tensor.shape), name + _SCALE: scale}
         case Codec.TOP:
             numbers = tensor.reshape(-1)
-            places = _places_of_largest(numbers, _n_sent(numbers.size))
+            places = places_of_largest(numbers, _n_sent(numbers.size))
             gaps = np.diff(places, prepend=0).astype(np.uint32)
             return {**_stored(name, numbers[places], Codec.INT8), name + _GAPS: gaps}
         case Codec.BFLOAT16:
-            return {name: _to_bfloat16(tensor)}
+            return {name: to_bfloat16(tensor)}
         case _:
             return {name: tensor}
 
 
 def _n_sent(n: int) -> int:
     return -(-n // _ONE_IN)
-
-
-def _places_of_largest(numbers: Floats, k: int) -> NDArray[np.int64]:
-    """Ascending positions of the k numbers of largest magnitude; on ties, the first."""
-    magnitudes = np.abs(numbers)
-    least = np.partition(magnitudes, -k)[-k] if k else np.inf
-    larger = np.flatnonzero(magnitudes > least)
-    return np.sort(np.concatenate([larger, np.flatnonzero(magnitudes == least)[: k - len(larger)]]))
-
-
-def _to_int8(numbers: Floats) -> tuple[NDArray[np.int8], Floats]:
-    """A vector in steps of a scale, and the scale, shape ()."""
-    scale = _scale_of(blockwise(numbers.size, lambda part: _largest_of(numbers[part])))
-    steps = np.empty(numbers.size, np.int8)
-    blockwise(numbers.size, lambda part: _round(numbers[part], scale, steps[part]))
-    return steps, scale
-
-
-def _largest_of(block: Floats) -> np.float32:
-    """The largest magnitude; NaN if there is one."""
-    return np.float32(np.maximum(np.max(block), -np.min(block)))
-
-
-def _scale_of(largest: Sequence[np.float32]) -> Floats:
-    """The scale, shape (), for blocks with these largest magnitudes."""
-    found = np.max(largest, initial=np.float32(0))
-    if not np.isfinite(found):
-        raise NotFiniteError("numbers that are to be rounded are not finite")
-    return np.asarray(np.minimum(found / np.float32(127), _LARGEST_SCALE), dtype=np.float32)
-
-
-def _round(block: Floats, scale: Floats, steps: NDArray[np.int8]) -> None:
-    """Write a block in steps of the scale."""
-    if scale == 0:  # all zero, or so small that the scale underflows
-        steps[:] = 0
-        return
-    quotient = block / scale
-    np.rint(quotient, out=quotient)
-    np.clip(quotient, -127, 127, out=quotient)  # a denormal scale is too coarse for the quotient
-    steps[:] = quotient
-
-
-def blockwise(size: int, work: Callable[[slice], Found], *, threaded: bool = False) -> list[Found]:
-    """Apply `work` to each block of a vector, in order; if `threaded`, each processor has a share of the blocks."""
-
-    @np.errstate(over="ignore", invalid="ignore")  # a scale that is not finite is refused
-    def quietly(share: list[slice]) -> list[Found]:
-        return [work(part) for part in share]
-
-    parts = [slice(start, start + _BLOCK) for start in range(0, size, _BLOCK)]
-    n = min(len(os.sched_getaffinity(0)), len(parts)) if threaded else 1
-    if n <= 1:
-        return quietly(parts)
-    bounds = [len(parts) * k // n for k in range(n + 1)]
-    return list(chain.from_iterable(threads().map(quietly, [parts[a:b] for a, b in pairwise(bounds)])))
-
-
-@functools.cache
-def threads() -> ThreadPoolExecutor:
-    """Threads for long vectors; numpy lets them work in parallel."""
-    from concurrent.futures import ThreadPoolExecutor
-
-    return ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="fedge-vectors")
-
-
-def _to_bfloat16(tensor: Floats) -> NDArray[np.uint16]:
-    bits: NDArray[np.uint32] = np.asarray(tensor, order="C").view(np.uint32)
-    odd = (bits >> np.uint32(16)) & np.uint32(1)
-    rounded = (bits + np.uint32(0x7FFF) + odd) >> np.uint32(16)  # no carry beyond the sign: the number is finite
-    magnitude: NDArray[np.uint32] = np.minimum(rounded & np.uint32(0x7FFF), _LARGEST_BFLOAT16)
-    return (magnitude | (rounded & np.uint32(0x8000))).astype(np.uint16)
 
 
 def _restore(tensors: Tensors, info: TensorInfo, codec: Codec, target: NDArray[Any]) -> None:

@@ -131,9 +131,7 @@ def mean_change(total: Summand, layout: Layout, cohort: int, heaviest: int) -> M
     params = total.params.view(np.int32) / (weights * 2.0 ** _bits(PARAMS, cohort, heaviest))
     others = total.others[:-1].view(np.int64) / (weights * 2.0 ** _bits(OTHERS, cohort, heaviest))
     return Model(
-        params.astype(np.float32),
-        others[:n_buffers].astype(np.float32),
-        np.rint(others[n_buffers:]).astype(np.int64),
+        params.astype(np.float32), others[:n_buffers].astype(np.float32), np.rint(others[n_buffers:]).astype(np.int64)
     )
 
 

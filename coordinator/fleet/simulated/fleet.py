@@ -45,7 +45,7 @@ from fedge.steps.contract import Action, Failed, Refusal, Result, Reveals, body_
 from fedge.system.files import digest_of, volatile
 from fedge.system.malloc import tune_malloc
 from fedge.tasks import DeviceData
-from fedge.tensors import codecs
+from fedge.tensors import codecs, rounding
 from fedge.tensors.layout import Codec, Layout, Model, Tensors, to_pieces, unflatten, views_of
 from fedge.wire.messages import MAX_LEFT_S, BlobRef, Context, Order, blobs_of, shared_bases, way_to
 
@@ -480,11 +480,11 @@ class SimulatedFleet(Fleet):
 
     def put_model(self, model: Model, layout: Layout) -> BlobRef:
         """Keep a model in memory, unencoded, since nobody else reads it; from now on it is read-only."""
-        measured, pieces = codecs.threads().submit(codecs.norms_of, model), to_pieces(unflatten(model, layout))
+        measured, pieces = rounding.threads().submit(codecs.norms_of, model), to_pieces(unflatten(model, layout))
         ref = BlobRef(digest=digest_of(*pieces), size_bytes=sum(map(len, pieces)))
         norms = measured.result()
         if not all(map(math.isfinite, norms)):
-            raise codecs.NotFiniteError("a model holds numbers that are not finite")
+            raise rounding.NotFiniteError("a model holds numbers that are not finite")
         for vector in (model.params, model.buffers, model.counters):
             vector.flags.writeable = False
         self._blobs[ref.digest] = Unpacked(model, layout, norms)

@@ -61,13 +61,7 @@ class RefusedError(Exception):
     """
 
     def __init__(
-        self,
-        reason: str,
-        *,
-        final: bool = False,
-        older: bool = False,
-        closed_early: bool = False,
-        alien: bool = False,
+        self, reason: str, *, final: bool = False, older: bool = False, closed_early: bool = False, alien: bool = False
     ) -> None:
         super().__init__(reason)
         self.final = final

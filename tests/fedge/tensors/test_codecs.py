@@ -13,19 +13,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from fedge.errors import ProtocolError
-from fedge.tensors.codecs import (
-    NotFiniteError,
-    apply_differences,
-    check,
-    decode,
-    descended,
-    encode,
-    norms_of,
-    pieces,
-    rounded,
-)
+from fedge.tensors.codecs import apply_differences, check, decode, descended, encode, norms_of, pieces, rounded
 from fedge.tensors.codecs import packed as bytes_of
 from fedge.tensors.layout import Codec, Layout, Model, TensorInfo, Tensors, flatten, to_bytes, unflatten
+from fedge.tensors.rounding import NotFiniteError
 
 LAYOUT = Layout(
     tensors=(

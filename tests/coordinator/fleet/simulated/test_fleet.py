@@ -25,7 +25,7 @@ from fedge.steps.sgd import Sgd
 from fedge.steps.training.train import Start, Train, Trained
 from fedge.system.stopping import Stop, never
 from fedge.tasks import Partitioning, partition, pool, share_data
-from fedge.tensors import codecs
+from fedge.tensors import codecs, rounding
 from fedge.tensors.layout import HEAD, Codec, Model, to_bytes, unflatten
 from fedge.wire.messages import Order, Why
 from tests.support.simulation import digits
@@ -139,7 +139,7 @@ def test_a_model_is_kept_as_its_bytes_would_be_and_cannot_be_changed(tmp_path, m
     for array in (own.params, own.buffers, own.counters, kept.params):
         with pytest.raises(ValueError, match="read-only"):
             array += 1
-    with pytest.raises(codecs.NotFiniteError):
+    with pytest.raises(rounding.NotFiniteError):
         fleet.put_model(Model(known.params * np.float32(np.inf), known.buffers, known.counters), layout)
 
 
