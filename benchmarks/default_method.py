@@ -57,7 +57,8 @@ from script import finish, parser_of, progress_of, several
 
 from coordinator.aggregation.pooled import ETA_0, wants_split
 from coordinator.methods.method import NO_DATA, Server
-from coordinator.methods.papers.fedge import Fedge, FedgeState, Pool
+from coordinator.methods.papers.fedge import Fedge
+from coordinator.methods.papers.fedge_state import FedgeState, Pool
 from coordinator.methods.settings import MethodSettings
 from coordinator.simulation import federation
 from coordinator.simulation.compare import compare, compare_runs

@@ -27,7 +27,7 @@ from coordinator.fleet.simulated.fleet import SimulatedFleet
 from coordinator.methods.baselines.dbe import DbeState
 from coordinator.methods.baselines.fedavg import FedAvgState
 from coordinator.methods.baselines.personal_layers import PersonalState
-from coordinator.methods.papers.fedge import FedgeState
+from coordinator.methods.papers.fedge_state import FedgeState
 from coordinator.methods.state import State
 from edge_agent.device.worker import Worker
 from fedge.commands.broker import LocalBroker

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.methods.baselines.fedavg import FedAvgState
-from coordinator.methods.papers.fedge import FedgeState
+from coordinator.methods.papers.fedge_state import FedgeState
 from coordinator.methods.state import State
 from fedge.commands.broker import LocalBroker
 from tests.support.federation import Federation, same, settings

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from coordinator.methods.baselines.fedbuff import FedBuffState
-from coordinator.methods.papers.fedge import FedgeState
+from coordinator.methods.papers.fedge_state import FedgeState
 from coordinator.methods.state import State
 from fedge.commands.broker import LocalBroker
 from tests.support.federation import Federation, same, settings

@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import mean
 
-from coordinator.methods.papers.fedge import FedgeState
+from coordinator.methods.papers.fedge_state import FedgeState
 from fedge.commands.broker import LocalBroker
 from tests.support.federation import Federation
 

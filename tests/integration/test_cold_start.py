@@ -14,7 +14,7 @@ import pytest
 import deploy
 from coordinator.aggregation import correlation
 from coordinator.methods.papers.fedcoe import FedCoEState
-from coordinator.methods.papers.fedge import FedgeState
+from coordinator.methods.papers.fedge_state import FedgeState
 from coordinator.methods.server.learning import ServerData
 from export import parity
 from fedge.commands.broker import mosquitto_path

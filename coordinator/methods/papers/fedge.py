@@ -26,17 +26,18 @@ from coordinator.aggregation.protection import without_noise
 from coordinator.clustering import aidc, geometry
 from coordinator.clustering import find as clustering
 from coordinator.clustering.find import Clustering, Directions, find_clusters
-from coordinator.fleet.fleet import Fleet, Seen
+from coordinator.fleet.fleet import Fleet
 from coordinator.fleet.versions import put_after
 from coordinator.methods.installation import equip, install
 from coordinator.methods.method import Method
+from coordinator.methods.papers.fedge_state import FedgeState, LastUpdate, Pool, Primary, TrialOutcome
 from coordinator.methods.parts import grouping
 from coordinator.methods.parts.asynchronous import ONE_BY_ONE, buffered
 from coordinator.methods.parts.averaging import FRESH, average, averages
 from coordinator.methods.parts.cohort import bandit_of
 from coordinator.methods.parts.grouping import ONE_GROUP, Choices, Description
 from coordinator.methods.parts.server_optimizer import ServerModel, stepped
-from coordinator.methods.parts.unresponsive import AskingState, ask, awake
+from coordinator.methods.parts.unresponsive import ask, awake
 from coordinator.methods.promises import SHARED
 from coordinator.methods.rounds import accepted, owner, results, round_done, round_rng, steps_alone
 from coordinator.selection import ccmab
@@ -97,62 +98,6 @@ class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 ABLATION: Final = "it only remade a row of fedge.md section 15.4: benchmarks/default_method.py has it as a class"
-
-
-class LastUpdate(Struct, frozen=True, kw_only=True):
-    """Delta_i of a device's last participation before the trial, and n_i."""
-
-    update: BlobRef
-    n_samples: int
-
-
-class Primary(Struct, frozen=True, kw_only=True):
-    """The expert a device starts from, and the round in which it was looked up."""
-
-    cluster: int
-    round: int
-
-
-class TrialOutcome(Struct, frozen=True, kw_only=True):
-    """The trial's outcome (section 5). `places`: of the devices `ids` in a plane (`geometry.plane`), for plots."""
-
-    ids: tuple[str, ...]
-    clusters: tuple[tuple[str, ...], ...]
-    tau: float
-    separability: float
-    statistic: float | None
-    deltas: dict[str, float]
-    split: bool
-    places: tuple[tuple[float, float], ...] = ()
-
-
-class Pool(Struct, frozen=True, kw_only=True):
-    """Settings pooled over the devices at the end (sections 7 to 9)."""
-
-    calibration: dict[Role, Calibration]
-    weights: dict[Role, float]
-    beta: float
-    local: bool
-    n_validation: int
-
-
-class FedgeState(AskingState, frozen=True, kw_only=True):
-    """State of a federation between two rounds."""
-
-    initial_model: BlobRef
-    shared: ServerModel  # w, v
-    extractor: BlobRef | None = None
-    profiles: dict[str, Description] = {}
-    groups: tuple[tuple[str, ...], ...] = ()
-    bandits: tuple[ccmab.State, ...] = ()
-    n_moved: int = 0  # devices that joined or changed since the groups were made
-    directions: BlobRef | None = None  # per device the sum of its unit updates
-    last: dict[str, LastUpdate] = {}
-    trial: TrialOutcome | None = None
-    experts: tuple[ServerModel, ...] = ()
-    primary: dict[str, Primary] = {}
-    pool: Pool | None = None
-    seen: tuple[Seen, ...] = ()  # the latest updates of asynchronous rounds
 
 
 class Fedge(Method[FedgeState]):

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.methods.papers.fedge import FedgeState, LastUpdate, TrialOutcome
+from coordinator.methods.papers.fedge_state import FedgeState, LastUpdate, TrialOutcome
 from coordinator.methods.parts.server_optimizer import ServerModel
 from coordinator.methods.state import dump, load
 from coordinator.selection import ccmab

@@ -12,18 +12,8 @@ from benchmarks import default_method
 from coordinator.fleet.fleet import require_sendable
 from coordinator.methods.baselines.fedavg import FedAvg
 from coordinator.methods.papers import fedge as module
-from coordinator.methods.papers.fedge import (
-    Fedge,
-    FedgeState,
-    Primary,
-    TrialOutcome,
-    group,
-    is_outdated,
-    offered,
-    starts,
-    train_experts,
-    train_shared,
-)
+from coordinator.methods.papers.fedge import Fedge, group, is_outdated, offered, starts, train_experts, train_shared
+from coordinator.methods.papers.fedge_state import FedgeState, Primary, TrialOutcome
 from coordinator.methods.parts.asynchronous import discount
 from coordinator.methods.parts.grouping import Description
 from coordinator.methods.parts.server_optimizer import ServerModel

@@ -1,0 +1,69 @@
+"""The state of fedge between two rounds, and what it is made of; docs/methods/fedge.md."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from coordinator.fleet.fleet import Seen
+from coordinator.methods.parts.grouping import Description
+from coordinator.methods.parts.server_optimizer import ServerModel
+from coordinator.methods.parts.unresponsive import AskingState
+from coordinator.selection import ccmab
+from fedge.steps.mixture.fit_weights import Calibration
+from fedge.wire.messages import BlobRef, Role
+
+
+class LastUpdate(Struct, frozen=True, kw_only=True):
+    """Delta_i of a device's last participation before the trial, and n_i."""
+
+    update: BlobRef
+    n_samples: int
+
+
+class Primary(Struct, frozen=True, kw_only=True):
+    """The expert a device starts from, and the round in which it was looked up."""
+
+    cluster: int
+    round: int
+
+
+class TrialOutcome(Struct, frozen=True, kw_only=True):
+    """The trial's outcome (section 5). `places`: of the devices `ids` in a plane (`geometry.plane`), for plots."""
+
+    ids: tuple[str, ...]
+    clusters: tuple[tuple[str, ...], ...]
+    tau: float
+    separability: float
+    statistic: float | None
+    deltas: dict[str, float]
+    split: bool
+    places: tuple[tuple[float, float], ...] = ()
+
+
+class Pool(Struct, frozen=True, kw_only=True):
+    """Settings pooled over the devices at the end (sections 7 to 9)."""
+
+    calibration: dict[Role, Calibration]
+    weights: dict[Role, float]
+    beta: float
+    local: bool
+    n_validation: int
+
+
+class FedgeState(AskingState, frozen=True, kw_only=True):
+    """State of a federation between two rounds."""
+
+    initial_model: BlobRef
+    shared: ServerModel  # w, v
+    extractor: BlobRef | None = None
+    profiles: dict[str, Description] = {}
+    groups: tuple[tuple[str, ...], ...] = ()
+    bandits: tuple[ccmab.State, ...] = ()
+    n_moved: int = 0  # devices that joined or changed since the groups were made
+    directions: BlobRef | None = None  # per device the sum of its unit updates
+    last: dict[str, LastUpdate] = {}
+    trial: TrialOutcome | None = None
+    experts: tuple[ServerModel, ...] = ()
+    primary: dict[str, Primary] = {}
+    pool: Pool | None = None
+    seen: tuple[Seen, ...] = ()  # the latest updates of asynchronous rounds
