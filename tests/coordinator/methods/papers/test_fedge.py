@@ -12,7 +12,9 @@ from benchmarks import default_method
 from coordinator.fleet.fleet import require_sendable
 from coordinator.methods.baselines.fedavg import FedAvg
 from coordinator.methods.papers import fedge as module
-from coordinator.methods.papers.fedge import Fedge, group, is_outdated, offered, starts, train_experts, train_shared
+from coordinator.methods.papers import fedge_groups
+from coordinator.methods.papers.fedge import Fedge, offered, starts, train_experts, train_shared
+from coordinator.methods.papers.fedge_groups import group, is_outdated
 from coordinator.methods.papers.fedge_state import FedgeState, Primary, TrialOutcome
 from coordinator.methods.parts.asynchronous import discount
 from coordinator.methods.parts.grouping import Description
@@ -853,9 +855,9 @@ async def test_a_device_that_drifts_after_the_end_gets_a_newer_bundle(tmp_path) 
 
 def test_a_device_that_drifts_is_profiled_anew() -> None:
     profiled = Description(profile=(0.5,), n_samples=5)
-    assert not module.is_outdated(profiled, Device("a", 5))
-    assert module.is_outdated(profiled, Device("a", 5, drift=True))
-    assert not module.is_outdated(profiled, Device("a", 0, drift=True))
+    assert not fedge_groups.is_outdated(profiled, Device("a", 5))
+    assert fedge_groups.is_outdated(profiled, Device("a", 5, drift=True))
+    assert not fedge_groups.is_outdated(profiled, Device("a", 0, drift=True))
 
 
 @pytest.mark.parametrize("kind", [default_method.NoFinalFit, default_method.NoGuard])
