@@ -30,8 +30,9 @@ from coordinator.fleet.fleet import Fleet
 from coordinator.fleet.versions import put_after
 from coordinator.methods.installation import equip, install
 from coordinator.methods.method import Method
+from coordinator.methods.papers.fedge_experts import looked_up, offered, starts
 from coordinator.methods.papers.fedge_groups import Members, by_group, profile, seen_anew
-from coordinator.methods.papers.fedge_state import FedgeState, LastUpdate, Pool, Primary, TrialOutcome
+from coordinator.methods.papers.fedge_state import FedgeState, LastUpdate, Pool, TrialOutcome
 from coordinator.methods.parts import grouping
 from coordinator.methods.parts.asynchronous import ONE_BY_ONE, buffered
 from coordinator.methods.parts.averaging import FRESH, average, averages
@@ -54,7 +55,7 @@ from fedge.steps.mixture.fit_energy import EnergyFitted, FitEnergy
 from fedge.steps.mixture.fit_gate import FitGate
 from fedge.steps.mixture.fit_weights import Calibration, FitWeights, WeightsFitted
 from fedge.steps.mixture.install import Installed
-from fedge.steps.training.train import Start, Train, Trained
+from fedge.steps.training.train import Train, Trained
 from fedge.tensors.layout import Layout
 from fedge.wire.messages import BlobRef, Role
 
@@ -64,7 +65,6 @@ WARM_UP = 6  # rounds with everybody, before profiles exist; with 3, some runs a
 PANEL = 2000  # devices that are "everybody", drawn by lot, where there are more, section 4
 MAX_CLUSTERS = 8  # K, section 5
 CLUSTERING = 3  # rounds of an asynchronous run that ask everybody and wait, the last one that of the trial
-LOOKUP_EVERY = 5  # rounds between two look-ups of the primary expert, section 5
 PILOTS, PILOT_SHARE = 10, 0.1  # at least so many devices, and so many of all, section 14
 CLASS_MEANS = 0.1  # lambda in a network of convolutions, section 4.1
 A0 = 10.0  # shrinkage of the weights that are pooled, samples, section 8
@@ -577,35 +577,6 @@ async def train_experts(
         for expert, mean, gamma in zip(state.experts, means, gammas, strict=True)
     )
     return msgspec.structs.replace(state, experts=experts)
-
-
-def starts(state: FedgeState, device_id: str, r: int) -> tuple[Start, ...]:
-    """A device's possible starts: w; after the split its primary expert, or all its experts if look-up is due."""
-    if not state.experts:
-        return (Start(model=state.shared.model),)
-    primary = state.primary.get(device_id)
-    if primary is not None and r - primary.round < LOOKUP_EVERY:
-        return (Start(model=state.experts[primary.cluster].model, cluster=primary.cluster),)
-    return offered(state, device_id)
-
-
-def offered(state: FedgeState, device_id: str) -> tuple[Start, ...]:
-    """The experts of the device's clusters; any expert if it is in none."""
-    assert state.trial is not None
-    clusters = state.trial.clusters
-    choice = grouping.offered([k for k, members in enumerate(clusters) if device_id in members], clusters)
-    return tuple(Start(model=state.experts[k].model, cluster=k) for k in choice)
-
-
-def looked_up(state: FedgeState, updates: Mapping[str, Trained], r: int) -> dict[str, Primary]:
-    """The primary experts that devices have just chosen."""
-    found: dict[str, Primary] = {}
-    for key, update in updates.items():
-        device_id = owner(key)
-        before = state.primary.get(device_id)
-        if update.cluster >= 0 and (before is None or r - before.round >= LOOKUP_EVERY):
-            found[device_id] = Primary(cluster=update.cluster, round=r)
-    return found
 
 
 # ------------------------------------------------------------------------------------------ devices that come late

@@ -13,7 +13,8 @@ from coordinator.fleet.fleet import require_sendable
 from coordinator.methods.baselines.fedavg import FedAvg
 from coordinator.methods.papers import fedge as module
 from coordinator.methods.papers import fedge_groups
-from coordinator.methods.papers.fedge import Fedge, offered, starts, train_experts, train_shared
+from coordinator.methods.papers.fedge import Fedge, train_experts, train_shared
+from coordinator.methods.papers.fedge_experts import offered, starts
 from coordinator.methods.papers.fedge_groups import group, is_outdated
 from coordinator.methods.papers.fedge_state import FedgeState, Primary, TrialOutcome
 from coordinator.methods.parts.asynchronous import discount
