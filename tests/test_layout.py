@@ -14,6 +14,10 @@ PACKAGES = ("fedge", "edge_agent", "coordinator", "export", "deploy")
 
 WITHOUT_TESTS_OF_THEIR_OWN = {
     "coordinator/methods/settings.py": "tests/coordinator/simulation/test_settings.py",
+    "coordinator/methods/papers/fedge_experts.py": "tests/coordinator/methods/papers/test_fedge.py",
+    "coordinator/methods/papers/fedge_groups.py": "tests/coordinator/methods/papers/test_fedge.py",
+    "coordinator/methods/papers/fedge_mixture.py": "tests/coordinator/methods/papers/test_fedge.py",
+    "coordinator/methods/papers/fedge_state.py": "tests/coordinator/methods/papers/test_fedge.py",
     "coordinator/store/requests.py": "tests/coordinator/watch/test_state.py",
     "coordinator/page/cli.py": "tests/coordinator/watch/test_state.py",
     "coordinator/fleet/mqtt/following.py": "tests/coordinator/fleet/mqtt/test_fleet.py",

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Final, Literal
 
@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 from msgspec import UNSET, Meta, Struct
 
-from coordinator.aggregation.pooled import pooled_choice, pooled_weights, trial_statistic, wants_split
+from coordinator.aggregation.pooled import trial_statistic, wants_split
 from coordinator.aggregation.protection import without_noise
 from coordinator.clustering import find as clustering
 from coordinator.clustering import geometry
@@ -29,10 +29,10 @@ from coordinator.clustering.find import Clustering, Directions, find_clusters
 from coordinator.fleet.fleet import Fleet
 from coordinator.fleet.versions import put_after
 from coordinator.methods.installation import equip, install
-from coordinator.methods.method import Method
 from coordinator.methods.papers.fedge_experts import looked_up, offered, starts
-from coordinator.methods.papers.fedge_groups import Members, by_group, profile, seen_anew
-from coordinator.methods.papers.fedge_state import FedgeState, LastUpdate, Pool, TrialOutcome
+from coordinator.methods.papers.fedge_groups import Members, by_group, profile
+from coordinator.methods.papers.fedge_mixture import Mixtures
+from coordinator.methods.papers.fedge_state import FedgeState, LastUpdate, TrialOutcome
 from coordinator.methods.parts import grouping
 from coordinator.methods.parts.asynchronous import ONE_BY_ONE, buffered
 from coordinator.methods.parts.averaging import FRESH, average, averages
@@ -41,23 +41,20 @@ from coordinator.methods.parts.grouping import Choices
 from coordinator.methods.parts.server_optimizer import ServerModel, stepped
 from coordinator.methods.parts.unresponsive import ask, awake
 from coordinator.methods.promises import SHARED
-from coordinator.methods.rounds import accepted, owner, results, round_done, round_rng, steps_alone
+from coordinator.methods.rounds import accepted, owner, results, round_done, round_rng
 from coordinator.selection.select import choose, cohort_size, uniform
 from coordinator.store.records import Device
-from fedge.bundle.calibration import BETAS, grid
 from fedge.errors import ConfigError
 from fedge.steps.contract import Reveals
 from fedge.steps.descriptions.describe_labels import DescribeLabels, LabelsDescribed
 from fedge.steps.descriptions.profile import Profile
 from fedge.steps.descriptions.trial import Trial, Tried
-from fedge.steps.mixture.fit_candidates import CandidatesFitted, FitCandidates
-from fedge.steps.mixture.fit_energy import EnergyFitted, FitEnergy
-from fedge.steps.mixture.fit_gate import FitGate
-from fedge.steps.mixture.fit_weights import Calibration, FitWeights, WeightsFitted
-from fedge.steps.mixture.install import Installed
+from fedge.steps.mixture.fit_candidates import FitCandidates
+from fedge.steps.mixture.fit_energy import FitEnergy
+from fedge.steps.mixture.fit_weights import FitWeights
 from fedge.steps.training.train import Train, Trained
 from fedge.tensors.layout import Layout
-from fedge.wire.messages import BlobRef, Role
+from fedge.wire.messages import BlobRef
 
 log = logging.getLogger("fedge.method")
 
@@ -65,10 +62,7 @@ WARM_UP = 6  # rounds with everybody, before profiles exist; with 3, some runs a
 PANEL = 2000  # devices that are "everybody", drawn by lot, where there are more, section 4
 MAX_CLUSTERS = 8  # K, section 5
 CLUSTERING = 3  # rounds of an asynchronous run that ask everybody and wait, the last one that of the trial
-PILOTS, PILOT_SHARE = 10, 0.1  # at least so many devices, and so many of all, section 14
 CLASS_MEANS = 0.1  # lambda in a network of convolutions, section 4.1
-A0 = 10.0  # shrinkage of the weights that are pooled, samples, section 8
-ENOUGH_VALIDATION = 30  # samples in the whole federation below which nothing is pooled, section 12
 
 
 class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -100,7 +94,7 @@ class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 ABLATION: Final = "it only remade a row of fedge.md section 15.4: benchmarks/default_method.py has it as a class"
 
 
-class Fedge(Method[FedgeState]):
+class Fedge(Mixtures):
     """The default method; `round` follows the table in section 1."""
 
     name = "fedge"
@@ -123,12 +117,6 @@ class Fedge(Method[FedgeState]):
             (FitEnergy, "pooled_losses"),
         ),
     }
-    SHRINKAGE: ClassVar[float] = 20.0
-    """a of the devices' own weights, in samples (section 8)."""
-    WEIGHT_TURNS: ClassVar[tuple[str, ...]] = ("weights-1", "weights-2")
-    """How often the pooled weights move to the mean of the devices' (section 8)."""
-    LOCAL: ClassVar[bool] = True
-    """Whether there is a local model to try."""
 
     def set_up(self) -> None:
         """Refuse what does not combine."""
@@ -188,7 +176,7 @@ class Fedge(Method[FedgeState]):
         if self.options.mode == "shift":
             return await install(self, state, fleet)
         r = state.round + 1
-        state = await self._personalised(state, fleet, r)
+        state = await self.personalise(state, fleet, r)
         return msgspec.structs.replace(await self._equipped(state, fleet), round=r)
 
     async def _stepped(self, state: FedgeState, fleet: Fleet, r: int) -> FedgeState:
@@ -332,145 +320,12 @@ class Fedge(Method[FedgeState]):
     async def serve_late_joiners(self, state: FedgeState, fleet: Fleet) -> FedgeState:
         """A mixture for each late joiner; the global model if it does not train."""
         if state.pool is not None:
-            state = await self._joined(state, fleet, state.pool)
+            state = await self.admit(state, fleet, state.pool)
         return await self._equipped(state, fleet)
 
     async def _equipped(self, state: FedgeState, fleet: Fleet) -> FedgeState:
         """Section 12: the global model for each device that does not train, since it has no labels to choose by."""
         return await equip(self, state, fleet, {d.id: state.shared.model for d in fleet.inference_only()})
-
-    # --------------------------------------------------------------------------------- steps 4 to 8: the mixtures
-
-    async def _personalised(self, state: FedgeState, fleet: Fleet, r: int) -> FedgeState:
-        """Sections 6 to 11: devices fit candidates, weights, energy and gate; sums of losses and weights are pooled.
-
-        Unresponsive devices that took part are asked once more: without a mixture, all of their work is lost.
-        """
-        asked = awake(state, fleet).keys() | state.participations.keys()
-        devices = {device.id: device for device in fleet.devices() if device.id in asked}
-        pilots = self._pilots(list(devices), r)
-        fits = {i: self.fit(state, device, local=i in pilots) for i, device in devices.items()}
-        state, answers = await ask(state, fleet, "candidates", fits, insisting=True)
-        fitted = results(answers, CandidatesFitted)
-        if not fitted:
-            return state
-        told = {role for fit in fitted.values() for role in fit.losses} or {Role.PRIVATE, Role.GLOBAL}
-        roles: list[Role] = sorted(told, key=list(Role).index)
-        n_validation = sum(fit.n_validation for fit in fitted.values() if fit.losses)
-        pooling = n_validation >= ENOUGH_VALIDATION
-        calibration = {role: self.calibrate(role, fitted.values(), pooling=pooling) for role in roles}
-        mixed = self.mixed(roles)
-        weighing = pooling and len(mixed) > 1
-
-        # Section 8: u without and with the local model, moved twice to the mean of the devices' weights. Only devices
-        # that have a local model vote on the variant with it.
-        variants: list[list[Role]] = [[role for role in mixed if role is not Role.LOCAL], mixed]
-        pooled = tuple({role: 1 / len(present) for role in present} for present in variants)
-        for turn in self.WEIGHT_TURNS if weighing else ():
-            order = FitWeights(calibration=calibration, pooled=pooled, shrinkage=A0)
-            state, answers = await ask(state, fleet, turn, {i: order for i in fitted if i not in state.unresponsive})
-            weighed = results(answers, WeightsFitted)
-            pooled = tuple(
-                pooled_weights([(w.weights[v], w.n_validation) for w in voters]) if voters else pooled[v]
-                for v, voters in enumerate((list(weighed.values()), [w for i, w in weighed.items() if i in pilots]))
-            )
-
-        # Sections 8 and 9: whether the local model pays, and how much the energy counts.
-        measured: dict[str, EnergyFitted] = {}
-        if weighing:
-            energy = FitEnergy(calibration=calibration, pooled=pooled, shrinkage=self.SHRINKAGE)
-            present = {i: energy for i in fitted if i not in state.unresponsive}
-            state, answers = await ask(state, fleet, "energy", present)
-            measured = results(answers, EnergyFitted)
-        piloted = [m for i, m in measured.items() if i in pilots]
-        local = self.takes_local(mixed, piloted)
-        beta = self.beta([m.beta_losses[local] for m in (piloted if local else measured.values())])
-
-        pool = Pool(calibration=calibration, weights=pooled[local], beta=beta, local=local, n_validation=n_validation)
-        if pool.local and (late := [i for i in fitted if i not in pilots]):
-            state, _ = await ask(state, fleet, "local", {i: self.fit(state, devices[i], local=True) for i in late})
-        finish = {i: self.mixture(pool, fit) for i, fit in fitted.items()}
-        state, answers = await ask(state, fleet, "gate", finish, insisting=True)
-        return msgspec.structs.replace(state, pool=pool, installed=results(answers, Installed))
-
-    async def _joined(self, state: FedgeState, fleet: Fleet, pool: Pool) -> FedgeState:
-        """Section 12: a late joiner fits its candidates with the pooled settings, without any round.
-
-        So does a device whose data drifted, after it was profiled and placed again; its new bundle has a higher
-        release, and so replaces the old one.
-        """
-        state = await seen_anew(state, fleet)
-        new = [device for device in fleet.devices() if device.id not in state.installed or device.drift]
-        local = pool.local or (self.LOCAL and not self.options.local_pilot)
-        fits = {device.id: self.fit(state, device, local=local) for device in new}
-        state, answers = await ask(state, fleet, "candidates", fits, insisting=True)
-        finish = {i: self.mixture(pool, fit) for i, fit in results(answers, CandidatesFitted).items()}
-        state, answers = await ask(state, fleet, "gate", finish, insisting=True)
-        installed = state.installed | results(answers, Installed)
-        return msgspec.structs.replace(state, installed=dict(sorted(installed.items())))
-
-    def _pilots(self, ids: Sequence[str], r: int) -> Sequence[str]:
-        """The devices that fit a local model first; with `local_pilot` a random tenth, at least ten (section 14)."""
-        if not self.LOCAL:
-            return ()
-        if not self.options.local_pilot:
-            return ids
-        return uniform(ids, max(PILOTS, cohort_size(len(ids), PILOT_SHARE)), round_rng(self.settings, r))
-
-    def fit(self, state: FedgeState, device: Device, *, local: bool) -> FitCandidates:
-        """The order to fit candidates; a device that never trained fits for the median number of rounds.
-
-        `local`: whether it also fits a local model.
-        """
-        typical = round(float(np.median(list(state.participations.values())))) if state.participations else 0
-        rounds = state.participations.get(device.id, typical)
-        return FitCandidates(
-            global_model=state.shared.model,
-            experts=offered(state, device.id) if state.experts else (),
-            initial_model=state.initial_model,
-            sgd=self.settings.sgd,
-            local_steps=steps_alone(device, self.settings.sgd) * rounds if local else 0,
-        )
-
-    def calibrate(self, role: Role, fitted: Iterable[CandidatesFitted], *, pooling: bool) -> Calibration:
-        """Section 7: the (T, kappa) with the smallest pooled loss; section 12's if there are too few samples."""
-        if not pooling:
-            return Calibration(temperature=1.0, kappa=1.0 if role.is_shared else 0.0)
-        points = grid(role)
-        allowed = [n for n, point in enumerate(points) if self.allows(role, point)]
-        losses = [result.losses[role] for result in fitted if role in result.losses]
-        return points[allowed[pooled_choice([[sums[n] for n in allowed] for sums in losses])]]
-
-    def allows(self, role: Role, point: Calibration) -> bool:  # noqa: ARG002 - for variants
-        """Whether a point of the grid may be chosen."""
-        return True
-
-    def mixed(self, roles: list[Role]) -> list[Role]:
-        """The candidates of the mixture, at least one."""
-        return roles
-
-    def takes_local(self, mixed: Collection[Role], piloted: Sequence[EnergyFitted]) -> bool:  # noqa: ARG002
-        """Section 8: whether the mixture has the local model."""
-        return bool(piloted) and bool(pooled_choice([m.pooled_losses for m in piloted]))
-
-    def beta(self, losses: Sequence[Sequence[float]]) -> float:
-        """Section 9: how much the energy counts, by the devices' losses for each beta of the grid."""
-        return BETAS[pooled_choice(losses)] if losses else 0.0
-
-    def mixture(self, pool: Pool, fitted: CandidatesFitted) -> FitGate:
-        """The last step on a device, with the pooled settings; without any of the candidates, the global model.
-
-        A device that may not report losses has at least the global and the private model.
-        """
-        has = fitted.losses.keys() or {Role.PRIVATE, Role.GLOBAL}
-        weights = pool.weights if pool.weights.keys() & has else {Role.GLOBAL: 1.0}
-        return FitGate(
-            calibration={role: pool.calibration[role] for role in weights},
-            pooled=weights,
-            shrinkage=self.SHRINKAGE,
-            beta=pool.beta,
-            sgd=self.settings.sgd,
-        )
 
     # ------------------------------------------------------------------------------------------------ what is seen
 

@@ -12,7 +12,7 @@ from benchmarks import default_method
 from coordinator.fleet.fleet import require_sendable
 from coordinator.methods.baselines.fedavg import FedAvg
 from coordinator.methods.papers import fedge as module
-from coordinator.methods.papers import fedge_groups
+from coordinator.methods.papers import fedge_groups, fedge_mixture
 from coordinator.methods.papers.fedge import Fedge, train_experts, train_shared
 from coordinator.methods.papers.fedge_experts import offered, starts
 from coordinator.methods.papers.fedge_groups import group, is_outdated
@@ -924,7 +924,7 @@ async def test_other_clusterings_make_the_experts(clustering, tmp_path) -> None:
 async def test_with_pilots_the_others_fit_a_local_model_only_if_it_comes_in(
     tmp_path, monkeypatch, groups, comes_in
 ) -> None:
-    monkeypatch.setattr(module, "PILOTS", 2)
+    monkeypatch.setattr(fedge_mixture, "PILOTS", 2)
     fleet, layout, first, _ = digits(tmp_path, n=6, alpha=10.0, n_groups=1, groups=groups)
     settings = MethodSettings(rounds=10, options={"local_pilot": True, "split": "never"})
     method = Fedge(settings)
