@@ -13,7 +13,7 @@ from aiohttp import web
 
 from coordinator.page.answers import HEADERS, read_number
 from coordinator.page.logins import Logins
-from coordinator.store.store import Event
+from coordinator.store.records import Event
 from coordinator.watch.words import told
 from fedge.errors import StoreError
 

@@ -29,8 +29,9 @@ from coordinator.page.logins import Logins, is_same
 from coordinator.page.metrics import metrics
 from coordinator.page.news import MAX_STREAMS, News
 from coordinator.rollout.overview import Overview
+from coordinator.store.records import Event
 from coordinator.store.requests import ACTIONS, act
-from coordinator.store.store import Event, Store
+from coordinator.store.store import Store
 from coordinator.watch.state import Watch
 from coordinator.watch.words import told
 from fedge.errors import ConfigError, StoreError, TransportError

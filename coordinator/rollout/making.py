@@ -16,7 +16,8 @@ from coordinator.methods.option_values import code_of
 from coordinator.methods.server.assembling import bundle_in_subprocess
 from coordinator.methods.settings import MethodSettings
 from coordinator.methods.state import load
-from coordinator.store.store import Store, reading, undeleted
+from coordinator.store.blobs import undeleted
+from coordinator.store.store import Store, reading
 from coordinator.watch.options import opened
 from coordinator.watch.state import read_summary
 from export.signing import Repository

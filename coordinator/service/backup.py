@@ -18,9 +18,9 @@ from typing import Final
 import click
 import msgspec
 
-from coordinator.store.blobs import blobs_in
-from coordinator.store.database import Database, database, failures
-from coordinator.store.store import AT_BROKER, ISSUE, migrate, undeleted
+from coordinator.store.blobs import blobs_in, undeleted
+from coordinator.store.database import Database, database, failures, migrate
+from coordinator.store.store import AT_BROKER, ISSUE
 from coordinator.watch.options import HOME, JSON, STORE
 from coordinator.watch.state import read_summary
 from fedge.errors import ConfigError, StoreError

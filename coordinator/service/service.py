@@ -29,8 +29,9 @@ from coordinator.service.beginning import resumed
 from coordinator.service.proof import PROVEN, reloaded
 from coordinator.service.settings import NO_OPTIONS, CoordinatorSettings
 from coordinator.service.summary import fail_if_fruitless, finished, require_bundles, warning_daily, write_summary
+from coordinator.store.records import Event
 from coordinator.store.requests import Wishes, at_round, wishes_in
-from coordinator.store.store import ISSUE, Event, Store
+from coordinator.store.store import ISSUE, Store
 from coordinator.watch import runs
 from fedge.data.task import TaskSpec
 from fedge.system.logs import bind

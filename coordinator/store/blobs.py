@@ -6,12 +6,13 @@ import contextlib
 import os
 import time
 from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
 from typing import Final
 
 from fedge.errors import ConfigError, StoreError
-from fedge.system.files import BlobFolder, digest_of, sync
+from fedge.system.files import BlobFolder, digest_of, locked, sync
 
 GIVEN_UP_S: Final = 60.0
 """After this long without an answer, retries included, the bucket counts as a broken disk."""
@@ -170,3 +171,8 @@ def blobs_in(home: Path, url: str | None, *, dispatcher: bool) -> Blobs:
     if url is None:
         return Blobs(home / "blobs")
     return _Bucket(home / ("blobs" if dispatcher else "models"), url, keep=dispatcher)
+
+
+def undeleted(home: Path, taken: str | None = None) -> AbstractContextManager[None]:
+    """Context in which no tensor is deleted. `taken`: as in `locked`."""
+    return locked(home / "backup", taken)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from fedge.errors import ConfigError
+from fedge.errors import ConfigError, StoreError
 from fedge.settings import NAME
 from fedge.system.files import give_to_owner
 
@@ -254,3 +254,37 @@ def database(home: Path, url: str | None, federation: str) -> Callable[[], Datab
     home.mkdir(parents=True, exist_ok=True)
     elsewhere.touch()
     return lambda: _Postgres(url, federation)
+
+
+MIGRATIONS = Path(__file__).with_name("migrations")
+
+
+FEDGE_0_1: Final = 1
+"""Schema of the stores of fedge 0.1."""
+
+
+def migrate(db: Database, *, check: bool = False) -> None:
+    """Bring the schema up to date; each migration and its record are one transaction.
+
+    Args:
+        db: where.
+        check: only check that it is.
+
+    Raises:
+        ConfigError: the store is of fedge 0.1, whose orders no agent understands any more; or it is not up to date.
+        StoreError: it is of a newer fedge.
+    """
+    version = db.version()
+    scripts = {int(script.name[:4]): script for script in sorted(MIGRATIONS.glob("*.sql"))}
+    if version == FEDGE_0_1:
+        raise ConfigError(
+            "this home was made by fedge 0.1, whose rounds fedge 0.2 cannot go on with: finish them with fedge 0.1, or "
+            "begin anew with another --home; bundles that are installed on devices go on answering"
+        )
+    if version > max(scripts):
+        raise StoreError(f"the store has schema {version}, this fedge knows {max(scripts)}: update fedge")
+    if check and version < max(scripts):
+        raise ConfigError("there is no store of this version of fedge yet: start its coordinator first")
+    for number, script in scripts.items():
+        if number > version:
+            db.migrate(number, script.read_text())

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
+import msgspec
 from msgspec import Struct
 
 from fedge.steps.contract import Action, Declined, Refusal, Unsupported
-from fedge.wire.messages import Context, Why
+from fedge.wire.messages import Context, Order, Report, Why
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,3 +72,36 @@ class Offence(Struct, frozen=True, kw_only=True):
     round: int
     name: str
     detail: str
+
+
+class Entry(Struct, frozen=True, kw_only=True):
+    """An order and its outcome."""
+
+    order: Order
+    status: OrderStatus
+    reason: str = ""
+    report: Report | None = None
+    arrival: int = 0  # when it was closed, among all orders: 1, 2, ...; 0: it is open
+
+
+class Event(Struct, frozen=True, kw_only=True):
+    """An event, for people. number: 1, 2, ...; 0: none yet. device: which, or empty."""
+
+    number: int = 0
+    at: float  # seconds since the epoch
+    round: int
+    name: str
+    device: str = ""
+    fields: dict[str, Any] = {}
+
+
+def entry_of(row: tuple[bytes, str, str, bytes | None, int | None]) -> Entry:
+    """An order as its row in the table says: body, status, reason, report, arrival."""
+    body, status, reason, report, arrival = row
+    return Entry(
+        order=msgspec.msgpack.decode(body, type=Order),
+        status=OrderStatus(status),
+        reason=reason,
+        report=None if report is None else msgspec.msgpack.decode(report, type=Report),
+        arrival=arrival or 0,
+    )

@@ -13,32 +13,27 @@ from __future__ import annotations
 import contextlib
 import json
 import secrets
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from itertools import groupby
 from pathlib import Path
-from queue import SimpleQueue
-from threading import Lock, Thread
-from typing import Any, Final, NamedTuple, TypeVar
+from threading import Lock
+from typing import Any, Final
 
 import msgspec
-from msgspec import Struct
 
-from coordinator.store.blobs import blobs_in
-from coordinator.store.database import Database, database, failures
-from coordinator.store.records import Device, Offence, OrderStatus
+from coordinator.store.blobs import blobs_in, undeleted
+from coordinator.store.database import Database, database, migrate
+from coordinator.store.records import Device, Entry, Event, Offence, OrderStatus, entry_of
+from coordinator.store.writer import Found, Writer, guarded
 from fedge.errors import MALFORMED, ConfigError, ProtocolError, StoreError, failing_as
 from fedge.system.files import InUseError, locked
 from fedge.wire.messages import Context, Order, Report
 
-MIGRATIONS = Path(__file__).with_name("migrations")
 EXPIRED: Final = "no report before the deadline"
 UNWANTED: Final = "the run ended before the report came"
 UNASKED: Final = "the round ended without a wait for the report"
 """Of an order that was written before a restart and not asked for after it, since its step has another version."""
-FEDGE_0_1: Final = 1
-"""Schema of the stores of fedge 0.1."""
 RECALLED_ROUNDS: Final = 8
 """Rounds whose reports show, after a restart, how fast devices are and their last problems."""
 NOBODY: Final = msgspec.msgpack.encode([])
@@ -50,104 +45,9 @@ ISSUE: Final = "issue"
 """Part of the orders' ids since the store was restored from a backup (`coordinator.service.backup`)."""
 AT_BROKER: Final = "at_broker"
 """A secret of the federation's coordinator and its helpers, part of their names at the broker."""
-MAX_BATCH: Final = 1000
-"""Changes in one transaction."""
 MAX_EVENTS: Final = 200_000
 """Older ones are deleted."""
 ENTRY: Final = "SELECT body, status, reason, report, arrival FROM orders"
-
-Found = TypeVar("Found")
-
-
-class Entry(Struct, frozen=True, kw_only=True):
-    """An order and its outcome."""
-
-    order: Order
-    status: OrderStatus
-    reason: str = ""
-    report: Report | None = None
-    arrival: int = 0  # when it was closed, among all orders: 1, 2, ...; 0: it is open
-
-
-class Event(Struct, frozen=True, kw_only=True):
-    """An event, for people. number: 1, 2, ...; 0: none yet. device: which, or empty."""
-
-    number: int = 0
-    at: float  # seconds since the epoch
-    round: int
-    name: str
-    device: str = ""
-    fields: dict[str, Any] = {}
-
-
-class _Change(NamedTuple):
-    """A change for the writer: a function to call, or a statement for `Database.each`."""
-
-    future: Future[Any]
-    run: Callable[[Database], Any] | None
-    sql: str = ""
-    values: Sequence[object] = ()
-
-
-class Writer:
-    """A thread that applies changes in order; pending ones share a transaction."""
-
-    def __init__(self, db: Database) -> None:
-        self.db = db
-        self._waiting: SimpleQueue[_Change | None] = SimpleQueue()
-        self._thread = Thread(target=self._run, name="store", daemon=True)
-        self._thread.start()
-
-    def submit(self, change: Callable[[Database], Found]) -> Future[Found]:
-        """Queue a change; the future is done when it is durable. It cannot be cancelled."""
-        return self._put(_Change(Future(), change))
-
-    def submit_one(self, sql: str, *values: object) -> Future[bool]:
-        """Queue one statement for `Database.each`, which runs equal neighbours together."""
-        return self._put(_Change(Future(), None, sql, values))
-
-    def _put(self, change: _Change) -> Future[Any]:
-        change.future.set_running_or_notify_cancel()
-        self._waiting.put(change)
-        return change.future
-
-    def close(self) -> None:
-        """Apply pending changes, and end."""
-        self._waiting.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        while True:
-            batch = [self._waiting.get()]
-            while not self._waiting.empty() and len(batch) < MAX_BATCH:
-                batch.append(self._waiting.get())
-            if changes := [waiting for waiting in batch if waiting is not None]:
-                self._carry_out(changes)
-            if len(changes) < len(batch):
-                return
-
-    def _carry_out(self, changes: list[_Change]) -> None:
-        found: list[Any] = []
-        try:
-            with _guarded():
-                self.db.begin()
-                try:
-                    for sql, alike in groupby(changes, key=lambda change: change.sql):
-                        if sql:
-                            found += self.db.each(sql, [change.values for change in alike])
-                        else:
-                            found += [change.run(self.db) for change in alike if change.run is not None]
-                    self.db.execute("COMMIT")
-                except BaseException:
-                    with contextlib.suppress(*failures()):  # a full disk has rolled back already
-                        self.db.execute("ROLLBACK")
-                    raise
-        except BaseException as error:  # noqa: BLE001 - passed to the callers
-            for change in changes:
-                change.future.set_exception(error)
-        else:
-            for change, one in zip(changes, found, strict=True):
-                change.future.set_result(one)
 
 
 class Store:
@@ -184,10 +84,10 @@ class Store:
         with contextlib.ExitStack() as undo:
             if not intake:
                 undo.enter_context(locked(home, f"another coordinator works in {home}; stop it, or use another --home"))
-            with _guarded():
+            with guarded():
                 self.blobs = blobs_in(home, blobs, dispatcher=not intake)
                 writing, self._db = (undo.enter_context(contextlib.closing(connect())) for _ in range(2))
-            with _guarded():
+            with guarded():
                 if not intake:
                     writing.alone(f"another coordinator works for federation {federation} on this server: stop it")
                 migrate(writing, check=intake)
@@ -203,7 +103,7 @@ class Store:
         return self._writer.submit(change).result()
 
     def _read(self, sql: str, *values: object) -> list[Any]:
-        with _guarded(), self._reading:
+        with guarded(), self._reading:
             return list(self._db.execute(sql, *values))
 
     # -------------------------------------------------------------------------------------------------------- rounds
@@ -284,17 +184,17 @@ class Store:
             )
             return list(db.execute(f"{ENTRY} WHERE round = $1 AND label = $2", given[0].round, given[0].label))
 
-        found = {entry.order.device_id: entry for entry in map(_entry, self._change(write))}
+        found = {entry.order.device_id: entry for entry in map(entry_of, self._change(write))}
         return {order.device_id: found[order.device_id] for order in given}
 
     def entry(self, order_id: str) -> Entry | None:
         """An order and its outcome; None: there is no such order."""
         rows = self._read(f"{ENTRY} WHERE id = $1", order_id)
-        return _entry(rows[0]) if rows else None
+        return entry_of(rows[0]) if rows else None
 
     def entries(self, number: int) -> tuple[Entry, ...]:
         """All orders of a round, by label and device id."""
-        return tuple(map(_entry, self._read(f"{ENTRY} WHERE round = $1 ORDER BY label, device_id", number)))
+        return tuple(map(entry_of, self._read(f"{ENTRY} WHERE round = $1 ORDER BY label, device_id", number)))
 
     def streamed(self, number: int) -> tuple[Entry, ...]:
         """The streamed orders whose answers were not handed out in an earlier round.
@@ -302,7 +202,7 @@ class Store:
         The closed ones come first, by their numbers, then the open ones.
         """
         which = "streamed = 1 AND (handed IS NULL OR handed = $1) ORDER BY arrival IS NULL, arrival, id"
-        return tuple(map(_entry, self._read(f"{ENTRY} WHERE {which}", number)))
+        return tuple(map(entry_of, self._read(f"{ENTRY} WHERE {which}", number)))
 
     def hand_out(self, order_id: str, number: int) -> Future[object]:
         """Record beforehand the round in which a streamed order's answer is handed out; the first call counts."""
@@ -335,7 +235,7 @@ class Store:
 
         Numbers have no gaps and never become visible out of order, so the last one found is the next `arrival`.
         """
-        return tuple(map(_entry, self._read(f"{ENTRY} WHERE arrival > $1 ORDER BY arrival", arrival)))
+        return tuple(map(entry_of, self._read(f"{ENTRY} WHERE arrival > $1 ORDER BY arrival", arrival)))
 
     def last_arrival(self) -> int:
         """The number of the last closed order; 0: there is none."""
@@ -469,13 +369,8 @@ class Store:
 
         During a backup nothing is deleted; the next call does it.
         """
-        with contextlib.suppress(InUseError), undeleted(self.home, "a backup is being made"), _guarded():
+        with contextlib.suppress(InUseError), undeleted(self.home, "a backup is being made"), guarded():
             self.blobs.keep_only(digests, spare_s=spare_s)
-
-
-def undeleted(home: Path, taken: str | None = None) -> AbstractContextManager[None]:
-    """Context in which no tensor is deleted. `taken`: as in `locked`."""
-    return locked(home / "backup", taken)
 
 
 def _count(db: Database, counted: Mapping[str, int]) -> None:
@@ -485,55 +380,9 @@ def _count(db: Database, counted: Mapping[str, int]) -> None:
     )
 
 
-def _entry(row: tuple[bytes, str, str, bytes | None, int | None]) -> Entry:
-    body, status, reason, report, arrival = row
-    return Entry(
-        order=msgspec.msgpack.decode(body, type=Order),
-        status=OrderStatus(status),
-        reason=reason,
-        report=None if report is None else msgspec.msgpack.decode(report, type=Report),
-        arrival=arrival or 0,
-    )
-
-
 def _text(told: str) -> str:
     """Text from a device: cut, and without the character that PostgreSQL cannot store."""
     return told[:1000].replace("\0", "\N{REPLACEMENT CHARACTER}")
-
-
-def migrate(db: Database, *, check: bool = False) -> None:
-    """Bring the schema up to date; each migration and its record are one transaction.
-
-    Args:
-        db: where.
-        check: only check that it is.
-
-    Raises:
-        ConfigError: the store is of fedge 0.1, whose orders no agent understands any more; or it is not up to date.
-        StoreError: it is of a newer fedge.
-    """
-    version = db.version()
-    scripts = {int(script.name[:4]): script for script in sorted(MIGRATIONS.glob("*.sql"))}
-    if version == FEDGE_0_1:
-        raise ConfigError(
-            "this home was made by fedge 0.1, whose rounds fedge 0.2 cannot go on with: finish them with fedge 0.1, or "
-            "begin anew with another --home; bundles that are installed on devices go on answering"
-        )
-    if version > max(scripts):
-        raise StoreError(f"the store has schema {version}, this fedge knows {max(scripts)}: update fedge")
-    if check and version < max(scripts):
-        raise ConfigError("there is no store of this version of fedge yet: start its coordinator first")
-    for number, script in scripts.items():
-        if number > version:
-            db.migrate(number, script.read_text())
-
-
-@contextlib.contextmanager
-def _guarded() -> Iterator[None]:
-    try:
-        yield
-    except failures() as error:
-        raise StoreError(f"the store cannot be read or written: {str(error) or 'it did not answer in time'}") from error
 
 
 def reading(store: Store) -> AbstractContextManager[None]:

@@ -14,7 +14,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
-from coordinator.store.store import Event, Store
+from coordinator.store.records import Event
+from coordinator.store.store import Store
 from coordinator.watch.words import (
     headline,
     passed_over,

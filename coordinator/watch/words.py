@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from coordinator.store.records import OrderStatus
-from coordinator.store.store import Entry, Event
+from coordinator.store.records import Entry, Event, OrderStatus
 from fedge.wire.messages import Outcome, Presence, Why
 
 

@@ -16,8 +16,9 @@ from coordinator.page.server import Page
 from coordinator.rollout.decision import Plan, Progress
 from coordinator.rollout.folder import Earlier, Folder, Line, News, Record
 from coordinator.rollout.overview import Overview
+from coordinator.store.records import Event
 from coordinator.store.requests import wishes_in
-from coordinator.store.store import Event, Store
+from coordinator.store.store import Store
 from export.signing import Repository
 from fedge.commands.broker import LocalBroker
 from fedge.wire.messages import Phase, Quality, RolloutState

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from coordinator.store.store import Event, Store
+from coordinator.store.records import Event
+from coordinator.store.store import Store
 
 EVIL = "<img src=x onerror=\"document.title='taken'\">\x1b[31m"
 """What would run in a page, or colour a terminal."""

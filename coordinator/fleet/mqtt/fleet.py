@@ -22,8 +22,8 @@ from coordinator.fleet.problems import Problem
 from coordinator.fleet.quarantine import LONG_UPDATE, READMITTED, Quarantine, quarantined
 from coordinator.fleet.update_norms import Believed, OneByOne, within_limits
 from coordinator.fleet.versions import Descent
-from coordinator.store.records import Device, Offence, OrderStatus
-from coordinator.store.store import RECALLED_ROUNDS, Entry, Store
+from coordinator.store.records import Device, Entry, Offence, OrderStatus
+from coordinator.store.store import RECALLED_ROUNDS, Store
 from fedge.errors import ConfigError, ProtocolError
 from fedge.membership.signed_messages import Signed
 from fedge.steps.contract import Action, Refusal, Unsupported, read_action

@@ -17,8 +17,8 @@ from coordinator.fleet.fleet import Answer
 from coordinator.fleet.mqtt.intake import MAX_UNDER_WAY, Assignment, require_own
 from coordinator.fleet.mqtt.orders import OrderBook
 from coordinator.fleet.mqtt.presence import Presence
-from coordinator.store.records import OrderStatus
-from coordinator.store.store import EXPIRED, OFFERED, Entry, Store
+from coordinator.store.records import Entry, OrderStatus
+from coordinator.store.store import EXPIRED, OFFERED, Store
 from fedge.membership.signed_messages import Signed
 from fedge.models.weights import needed_on_devices
 from fedge.steps.contract import Action, Refusal, Unsupported, read_action, read_result

@@ -16,8 +16,8 @@ import msgspec
 
 from coordinator.fleet.mqtt.process import Process
 from coordinator.fleet.mqtt.uploads import NO_EVIDENCE, Uploads, answer_to
-from coordinator.store.records import Offence, OrderStatus
-from coordinator.store.store import Entry, Store
+from coordinator.store.records import Entry, Offence, OrderStatus
+from coordinator.store.store import Store
 from fedge.data.task import TaskSpec
 from fedge.errors import ProtocolError, TransportError
 from fedge.identity.names import Role

@@ -11,81 +11,52 @@ import heapq
 import logging
 import math
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import ne
 from typing import TYPE_CHECKING, Final
 
-import numpy as np
-from numpy.typing import NDArray
-
-from coordinator.fleet.fleet import Answer, Fleet, Seen, answering, asked, order_for, require_sendable
-from coordinator.fleet.problems import Problem
+from coordinator.fleet.fleet import Answer, Seen, answering, asked, order_for, require_sendable
 from coordinator.fleet.quarantine import LONG_UPDATE, quarantined
 from coordinator.fleet.simulated import clock
 from coordinator.fleet.simulated.devices import Hardware
-from coordinator.fleet.sites import Note, SiteMean, SiteSums
+from coordinator.fleet.simulated.evidence import Evidence
+from coordinator.fleet.simulated.memory import FinishedElsewhere
 from coordinator.fleet.update_norms import Believed, OneByOne, within_limits
 from coordinator.fleet.versions import Descent
-from coordinator.store.records import Device, Offence
-from edge_agent.device.device import CACHED_MODELS, Unpacked, as_bytes
+from coordinator.store.records import Device
+from edge_agent.device.device import CACHED_MODELS
 from edge_agent.device.encoding import in_one_process
-from edge_agent.device.room import Room
 from edge_agent.device.worker import Finished, Worker
 from edge_agent.learning import batched
 from fedge.data.task import TaskSpec
 from fedge.errors import ProtocolError
-from fedge.models import weights
 from fedge.models.training import flops, shared_network
 from fedge.models.weights import needed_on_devices
 from fedge.privacy.egress import ALL, Rules
-from fedge.steps.contract import Action, Failed, Refusal, Result, Reveals, body_of, outcome_of
-from fedge.system.files import digest_of, volatile
+from fedge.steps.contract import Action, Refusal, Result, Reveals, body_of
+from fedge.system.files import volatile
 from fedge.system.malloc import tune_malloc
 from fedge.tasks import DeviceData
-from fedge.tensors import codecs, rounding
-from fedge.tensors.layout import Codec, Layout, Model, Tensors, to_pieces, unflatten, views_of
+from fedge.tensors.layout import Layout
 from fedge.wire.messages import MAX_LEFT_S, BlobRef, Context, Order, blobs_of, shared_bases, way_to
 
 if TYPE_CHECKING:
-    from coordinator.fleet.simulated.on_ray import Block, Shards
+    pass
 
 log = logging.getLogger("fedge.coordinator")
 
 LATE: Final = "no answer before the deadline"
 SILENT: Final = "it did not answer"
-ABSENT: Final = "it was not asked: it was not there, or in quarantine"
-MAX_LOGGED: Final = 100
-"""Kinds of failures that are logged."""
 GIVEN_UP_S: Final = 60.0
 """Time after which an unanswered order is given up without a deadline, as in a stream: the coordinator's default."""
 INSTANT: Final = Hardware()
 RUN: Final = "simulation"
 AT_ONCE: Final = 2048
 """Most devices at work at once: their samples are in memory meanwhile."""
-IN_MEMORY: Final = 2**31
-"""Most bytes of what is unencoded in memory; further updates are on the disk (`edge_agent.device.room`)."""
 Execute = Callable[[Sequence[batched.Job]], list[Finished]]
 """Carries out orders of different devices; results in the order of the jobs."""
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """An update that stays with the process that made it, in a block of `at`."""
-
-    layout: Layout
-    norms: codecs.Norms
-    at: Shards
-    block: Block
-
-
-@dataclass(frozen=True, slots=True)
-class FinishedElsewhere(Finished):
-    """A result whose updates are not here. `held`: by digest."""
-
-    held: dict[str, Held] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,41 +93,11 @@ class _Known:
     n_val: int
 
 
-class _Tracebacks(logging.Filter):
-    """Has each traceback of the devices logged once, not for each device and round."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._seen = set[str]()
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Whether it is new, or no traceback."""
-        if not record.exc_info:
-            return True
-        error = record.exc_info[1]
-        kind = f"{type(error).__name__}: {error}"
-        new = kind not in self._seen and len(self._seen) < MAX_LOGGED
-        self._seen.add(kind)
-        return new
-
-    @contextmanager
-    def once(self) -> Iterator[None]:
-        """While the devices are at work in this process."""
-        theirs = logging.getLogger("fedge.agent")
-        theirs.addFilter(self)
-        try:
-            yield
-        finally:
-            theirs.removeFilter(self)
-
-
-class SimulatedFleet(Fleet):
+class SimulatedFleet(Evidence):
     """Workers by device id.
 
-    `round`: set by the caller that runs the rounds. `seconds`: simulated time so far; a step lasts as long as its
-    slowest answer, or until the deadline if one is missing. `bytes_up`, `bytes_down`: tensors sent so far. `workers`:
-    by ascending id. `offences`: evidence against devices, by device, round and name. `problems`: the latest refusal,
-    failure or missed deadline by device id.
+    `seconds`: simulated time so far; a step lasts as long as its slowest answer, or until the deadline if one is
+    missing. `bytes_up`, `bytes_down`: tensors sent so far. `workers`: by ascending id.
 
     Args:
         task: what is learned.
@@ -189,13 +130,12 @@ class SimulatedFleet(Fleet):
         alike: bool = False,
         execute: Execute = batched.execute,
     ) -> None:
+        super().__init__(task)
         tune_malloc(large=True)
-        self.round = 0
         self.seconds = 0.0
         self.bytes_up = 0
         self.bytes_down = 0
         self.workers = dict(sorted(workers.items())) if isinstance(workers, dict) else workers
-        self.task = task
         self._layout = layout
         self._fingerprint = task.fingerprint()
         self._seed = seed
@@ -205,25 +145,13 @@ class SimulatedFleet(Fleet):
         self._arrives, self._leaves = dict(arrives or {}), dict(leaves or {})
         self._rules = dict.fromkeys(self.workers, ALL) | dict(rules or {})
         self._alike, self._execute = alike, execute
-        self._blobs: dict[str, bytes | Unpacked | Held] = {}
-        if (frozen := needed_on_devices(task)) is not None:
-            self._blobs[frozen.digest] = weights.read(frozen.digest)
         self._held = defaultdict[str, list[str]](list)  # digests, most recently used last
         self._known: dict[str, _Known] = {}
         self._lost: dict[tuple[str, str], str] = {}  # the last order of a device and step whose report was not accepted
         self._there = dict[str, bool]()
         self._there_in = -1  # the round of `_there`
-        self.offences: dict[tuple[str, int, str], Offence] = {}
-        self.problems: dict[str, Problem] = {}
-        self._tracebacks = _Tracebacks()
-        self._logged: set[tuple[str, str]] = set()  # label and reason of failures
         self._waiting: list[_Asked] = []  # streamed orders not carried out yet
         self._under_way: list[_UnderWay] = []  # heap of answers to streamed orders
-
-    @property
-    def sites(self) -> SimulatedFleet:
-        """Processes that keep the updates that they made, if any do."""
-        return self
 
     def devices(self) -> tuple[Device, ...]:
         """The workers that train and are there in this round."""
@@ -398,11 +326,6 @@ class SimulatedFleet(Fleet):
                 finished += self._execute([self._job(each) for each in lot])
         return [self._answer(each, done, deadline_s) for each, done in zip(asked, finished, strict=True)]
 
-    def _room(self) -> Room:
-        """The memory that earlier updates leave free."""
-        kept = (own.kept for own in self._blobs.values() if isinstance(own, Unpacked))
-        return Room(IN_MEMORY - sum(update.params.nbytes for update in kept if isinstance(update, Model)))
-
     def _job(self, asked: _Asked) -> batched.Job:
         worker = self.workers[asked.order.device_id]
         worker.accepted = partial(ne, self._lost.get((worker.id, asked.order.step)))
@@ -471,100 +394,5 @@ class SimulatedFleet(Fleet):
         hardware, when = self._hardware[order.device_id], (self._seed, order.round, order.label, order.device_id)
         return clock.seconds(hardware, clock.Occasion(*when), work=work, bytes_down=bytes_down, bytes_up=bytes_up)
 
-    def put(self, tensors: Mapping[str, NDArray[np.generic]], codec_: Codec = Codec.FLOAT32) -> BlobRef:
-        """Keep tensors in memory."""
-        data = codecs.encode(tensors, codec_)
-        ref = BlobRef(digest=digest_of(data), size_bytes=len(data), codec=codec_)
-        self._blobs[ref.digest] = data
-        return ref
-
-    def put_model(self, model: Model, layout: Layout) -> BlobRef:
-        """Keep a model in memory, unencoded, since nobody else reads it; from now on it is read-only."""
-        measured, pieces = rounding.threads().submit(codecs.norms_of, model), to_pieces(unflatten(model, layout))
-        ref = BlobRef(digest=digest_of(*pieces), size_bytes=sum(map(len, pieces)))
-        norms = measured.result()
-        if not all(map(math.isfinite, norms)):
-            raise rounding.NotFiniteError("a model holds numbers that are not finite")
-        for vector in (model.params, model.buffers, model.counters):
-            vector.flags.writeable = False
-        self._blobs[ref.digest] = Unpacked(model, layout, norms)
-        return ref
-
-    def put_bytes(self, data: bytes) -> BlobRef:
-        """Keep a file in memory."""
-        ref = BlobRef(digest=digest_of(data), size_bytes=len(data))
-        self._blobs[ref.digest] = data
-        return ref
-
-    def get(self, ref: BlobRef, layout: Layout) -> Model:
-        """A model or an update; its arrays may be read-only."""
-        if ref.digest not in self._blobs:
-            raise ProtocolError("unknown-blob", ref.digest)
-        found = self._here(ref)
-        if isinstance(found, Unpacked) and found.layout == layout:
-            return found.model
-        return codecs.decode(self.get_bytes(ref), ref.codec, layout, again=True)
-
-    def _here(self, ref: BlobRef) -> bytes | Unpacked:
-        found = self._blobs[ref.digest]
-        return found.at.fetch(found.block, ref.digest) if isinstance(found, Held) else found
-
-    def norms(self, ref: BlobRef, layout: Layout) -> codecs.Norms:
-        """For an update, as measured on arrival."""
-        found = self._blobs[ref.digest]
-        if not isinstance(found, bytes) and found.layout == layout:
-            return found.norms
-        return codecs.check(self.get_bytes(ref), ref.codec, layout)
-
-    def held(self, updates: Mapping[str, BlobRef]) -> dict[str, Held]:
-        """The updates that stay with the processes that made them."""
-        found = {i: self._blobs.get(ref.digest) for i, ref in updates.items()}
-        return {i: each for i, each in found.items() if isinstance(each, Held)}
-
-    async def means(self, wanted: SiteSums, note: Note) -> list[SiteMean]:
-        """Their means, summed there."""
-        held = self.held(wanted.updates)
-        return next(iter(held.values())).at.means(wanted, {i: each.block for i, each in held.items()}, note)
-
-    def accuse(self, device_id: str, error: ProtocolError) -> None:
-        """Log and record it; it counts from the next round on."""
-        log.warning("event=refused name=%s device=%s detail=%r", error.name, device_id, str(error))
-        self._note_problem(device_id, str(error))
-        self._accuse(device_id, error.name, str(error))
-
-    def _accuse(self, device_id: str, name: str, detail: str) -> None:
-        """Record evidence; it counts from the next round on."""
-        offence = Offence(device_id=device_id, round=self.round, name=name, detail=detail)
-        self.offences.setdefault((device_id, self.round, name), offence)
-
-    def problem_now(self, device_id: str) -> str:
-        """What was wrong with a device in this round, or that it was not there."""
-        problem = self.problems.get(device_id)
-        return problem.reason if problem is not None and problem.round == self.round else ABSENT
-
-    def _note_refusal(self, device_id: str, label: str, refusal: Refusal) -> None:
-        """Note why a device did not do it; a failure of one kind is logged once, not for each device and round."""
-        why = refusal.reason or refusal.why.words
-        self._note_problem(device_id, f"{outcome_of(refusal)}: {why}")
-        if isinstance(refusal, Failed) and (label, why) not in self._logged and len(self._logged) < MAX_LOGGED:
-            self._logged.add((label, why))
-            log.warning("event=order_failed device=%s round=%d label=%s reason=%r", device_id, self.round, label, why)
-
-    def _note_problem(self, device_id: str, reason: str) -> None:
-        self.problems[device_id] = Problem(round=self.round, reason=reason)
-
     def note(self, event: str, fields: Mapping[str, object]) -> None:
         """Ignore: nobody watches."""
-
-    def get_bytes(self, ref: BlobRef) -> bytes:
-        """A blob; what is unencoded is encoded first."""
-        return as_bytes(self._here(ref), ref.codec)
-
-    def get_tensors(self, ref: BlobRef) -> Tensors:
-        """Tensors in FLOAT32, uncopied."""
-        found = self._here(ref)
-        return unflatten(found.model, found.layout) if isinstance(found, Unpacked) else views_of(found)
-
-    def keep_only(self, digests: Collection[str]) -> None:
-        """Forget all other tensors."""
-        self._blobs = {digest: data for digest, data in self._blobs.items() if digest in digests}

@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 
 from coordinator.aggregation.mean import Average
-from coordinator.fleet.simulated.fleet import FinishedElsewhere, Held
+from coordinator.fleet.simulated.memory import FinishedElsewhere, Held
 from coordinator.fleet.simulated.ray import ray, resources_of_actors
 from coordinator.fleet.sites import Directions, Note, SiteMean, SiteSums, averages
 from edge_agent.device.device import Accepted, Unpacked, as_bytes, repeatable

@@ -20,8 +20,9 @@ from aiohttp import ClientSession, CookieJar, TCPConnector
 from coordinator.page import logins, news
 from coordinator.page.logins import token_of
 from coordinator.page.server import Page
+from coordinator.store.records import Event
 from coordinator.store.requests import wishes_in
-from coordinator.store.store import Event, Store
+from coordinator.store.store import Store
 from coordinator.watch.state import Watch
 from fedge.errors import TransportError
 from fedge.system.logs import LINES_PER_MINUTE

@@ -15,8 +15,9 @@ import pytest
 
 from coordinator.service import backup as backup_cli
 from coordinator.service.backup import TABLES, _copy_files, back_up, restore_to
-from coordinator.store.records import Device
-from coordinator.store.store import ISSUE, Event, Store, undeleted
+from coordinator.store.blobs import undeleted
+from coordinator.store.records import Device, Event
+from coordinator.store.store import ISSUE, Store
 from fedge.commands.cli import main
 from fedge.errors import ConfigError, StoreError
 from fedge.system.files import InUseError

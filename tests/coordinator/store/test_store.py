@@ -19,7 +19,6 @@ import msgspec
 import pytest
 
 from coordinator.store import database
-from coordinator.store import store as module
 from coordinator.store.records import Device, Offence, OrderStatus
 from coordinator.store.store import Store
 from fedge.errors import ConfigError, StoreError
@@ -485,11 +484,11 @@ def test_a_migration_that_fails_leaves_the_old_schema(
     opened().close()
     scripts = tmp_path / "migrations"
     scripts.mkdir()
-    for script in module.MIGRATIONS.glob("*.sql"):
+    for script in database.MIGRATIONS.glob("*.sql"):
         (scripts / script.name).write_text(script.read_text())
     broken = scripts / "9000_more.sql"
     broken.write_text("CREATE TABLE more (x INTEGER) STRICT; CREATE TABLE orders (x INTEGER) STRICT;")
-    monkeypatch.setattr(module, "MIGRATIONS", scripts)
+    monkeypatch.setattr(database, "MIGRATIONS", scripts)
     with pytest.raises(StoreError, match="already exists"):
         opened()
     broken.write_text("CREATE TABLE more (x INTEGER) STRICT;")

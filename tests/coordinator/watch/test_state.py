@@ -16,8 +16,9 @@ from coordinator.page import cli as watch_cli
 from coordinator.service import cli
 from coordinator.service.service import serve
 from coordinator.service.settings import CoordinatorSettings
+from coordinator.store.records import Event
 from coordinator.store.requests import act, wishes_in
-from coordinator.store.store import Event, Store
+from coordinator.store.store import Store
 from coordinator.watch.state import Watch, read_summary
 from coordinator.watch.words import text_of
 from fedge.commands.broker import LocalBroker

@@ -24,8 +24,8 @@ from coordinator.fleet.mqtt.fleet import MqttFleet
 from coordinator.fleet.mqtt.intake import Assignment
 from coordinator.methods.state import State
 from coordinator.service.service import commit
-from coordinator.store.records import OrderStatus
-from coordinator.store.store import DEVICES, EXPIRED, RECALLED_ROUNDS, Entry, Store
+from coordinator.store.records import Entry, OrderStatus
+from coordinator.store.store import DEVICES, EXPIRED, RECALLED_ROUNDS, Store
 from fedge.commands.broker import LocalBroker
 from fedge.errors import ConfigError, ProtocolError, StoreError
 from fedge.steps.contract import Declined, Failed, Result, Unsupported, report_of

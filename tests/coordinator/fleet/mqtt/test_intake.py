@@ -18,8 +18,8 @@ import pytest
 from coordinator.fleet.fleet import order_for
 from coordinator.fleet.mqtt.intake import Assignment, Intake
 from coordinator.fleet.mqtt.roles import BlobServer, own_folder
-from coordinator.store.records import OrderStatus
-from coordinator.store.store import Entry, Store
+from coordinator.store.records import Entry, OrderStatus
+from coordinator.store.store import Store
 from fedge.commands.broker import LocalBroker
 from fedge.steps.contract import Declined
 from fedge.steps.sgd import Sgd

@@ -5,7 +5,7 @@ import pytest
 
 from coordinator.fleet.fleet import Answer, order_for
 from coordinator.fleet.problems import Problem
-from coordinator.fleet.simulated import clock
+from coordinator.fleet.simulated import clock, memory
 from coordinator.fleet.simulated import fleet as simulated
 from coordinator.fleet.simulated.devices import PI_4, Hardware, mixed
 from coordinator.fleet.simulated.fleet import GIVEN_UP_S, SimulatedFleet
@@ -69,7 +69,7 @@ async def test_a_round_is_the_same_to_the_last_bit_where_updates_do_not_fit_into
     tmp_path, monkeypatch, model
 ) -> None:
     async def models_after(in_memory: int) -> list[str]:
-        monkeypatch.setattr(simulated, "IN_MEMORY", in_memory)
+        monkeypatch.setattr(memory, "IN_MEMORY", in_memory)
         fleet, layout, first, _ = digits(tmp_path / str(in_memory), n=5, model=model)
         method = FedAvg(MethodSettings(rounds=2, sgd=Sgd(steps=2), codec=Codec.FLOAT32))
         found: list[str] = []
