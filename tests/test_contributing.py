@@ -39,7 +39,16 @@ def test_the_method_learns_and_ends_in_bundles(package: str, tmp_path: Path) -> 
     assert run["bundles"] == 4
 
 
+def test_it_says_what_it_heeds_before_that_is_set(package: str) -> None:
+    with pytest.raises(ConfigError, match="fedmedian does not heed --participation"):
+        make(package, MethodSettings(participation=0.25))
+
+
 async def test_it_trains_a_cohort_and_keeps_its_promises(package: str, tmp_path: Path) -> None:
+    heeds = re.findall(r"add the line `(HEEDS = .*?)`", TEXT)[0]
+    code = (tmp_path / "my_methods" / "median.py").read_text()
+    (tmp_path / "my_methods" / "heeding.py").write_text(code.replace("    name =", f"    {heeds}\n    name ="))
+    package = "my_methods.heeding:FedMedian"
     fleet, layout, first, _ = digits(tmp_path, n=8, limit=240)
     method = make(package, MethodSettings(participation=0.25, min_reports=3, sgd=Sgd(steps=1)))
     fleet.round = 1

@@ -19,7 +19,7 @@ from fedge.tensors.layout import HEAD, Layout, Model, Selector, TensorInfo
 
 if TYPE_CHECKING:
     from edge_agent.device.device import Device
-    from edge_agent.steps.training.frame import Learned
+    from edge_agent.learning.frame import Learned
     from fedge.steps.contract import Result
     from fedge.tensors.layers import Layers
 
@@ -57,14 +57,14 @@ class FedAla(PersonalLayers[PersonalState]):
 
 def run(device: Device, action: TrainAla) -> Result:
     """The device half, in the frame that all training steps share."""
-    from edge_agent.steps.training.frame import train_alone
+    from edge_agent.learning.frame import train_alone
 
     return train_alone(device, action, lambda w, mine: learn(device, action, w, mine))
 
 
 def learn(device: Device, action: TrainAla, w: Model, mine: Layers | None) -> Learned:
     """The trained model, and its head with W."""
-    from edge_agent.steps.training.frame import Learned
+    from edge_agent.learning.frame import Learned
     from fedge.models.training import Trainer
 
     network, (x, y), sgd = device.network, device.data.shared, action.sgd

@@ -168,7 +168,7 @@ def run(device: Device, action: TrainPac) -> Result:
     import torch
 
     from edge_agent.learning.evaluation import Look
-    from edge_agent.steps.training.frame import Begun, Learned, begin, finish
+    from edge_agent.learning.frame import Begun, Learned, begin, finish
     from fedge.models import network as models
     from fedge.models.training import Trainer, cross_entropy
     from fedge.tensors import codecs as codec

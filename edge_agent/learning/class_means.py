@@ -23,7 +23,7 @@ MOST_SAMPLES: Final = CHUNK
 
 @dataclass(frozen=True, slots=True)
 class NearClassMeans:
-    """The objective of training (`edge_agent.steps.training.frame.Recipe`) with this weight of the second term."""
+    """The objective of training (`edge_agent.learning.frame.Recipe`) with this weight of the second term."""
 
     weight: float
 

@@ -2,7 +2,7 @@
 
 The rooms are those of `fedge.steps`, where the contracts are; the listing of both shows everything that a device can be
 asked to do. `public` lists what a step of one's own may use; its names are this room's, too. Begin with
-`training.frame`.
+`training.train`, over the frame of `edge_agent.learning`.
 """
 
 from typing import TYPE_CHECKING

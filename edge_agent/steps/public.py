@@ -6,7 +6,7 @@ torch; a device half imports it within its functions, since contracts are read w
 
 from edge_agent.device.device import Device, FailedError
 from edge_agent.device.encoding import send_update
-from edge_agent.steps.training.frame import (
+from edge_agent.learning.frame import (
     Begun,
     Learned,
     Recipe,

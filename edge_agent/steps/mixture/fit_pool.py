@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from edge_agent.device.device import Device, FailedError
 from edge_agent.learning.evaluation import logits, metrics
+from edge_agent.learning.frame import whole
 from edge_agent.steps.mixture.install import install_alone, kept, served
-from edge_agent.steps.training.frame import whole
 from export import Pool, PoolGate
 from export.pool import BIAS, SLOPE, WEIGHT, WIDTHS, pool_reference, usable
 from fedge.bundle.formula import Array

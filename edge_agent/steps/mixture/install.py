@@ -7,8 +7,8 @@ import math
 from edge_agent.device.device import PERSONAL, Device
 from edge_agent.learning import private_model
 from edge_agent.learning.evaluation import final_prior, logits, metrics, prior
+from edge_agent.learning.frame import whole
 from edge_agent.learning.mixture import PLAIN, TIE
-from edge_agent.steps.training.frame import whole
 from export import Candidate, GateWeights, Mixture
 from fedge.bundle.formula import calibrated
 from fedge.models.training import Trainer, mean_loss

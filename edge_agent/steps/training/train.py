@@ -19,7 +19,7 @@ from msgspec import UNSET
 
 from edge_agent.device.device import Device
 from edge_agent.learning.class_means import NearClassMeans
-from edge_agent.steps.training.frame import Learned, Recipe, fit, plain, train_alone, train_together
+from edge_agent.learning.frame import Learned, Recipe, fit, plain, train_alone, train_together
 from fedge.steps.contract import Result
 from fedge.steps.training.train import Train
 from fedge.tensors.layers import Layers, cut, pasted

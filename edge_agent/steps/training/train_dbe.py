@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from edge_agent.device.device import Device
-from edge_agent.steps.training.frame import Learned, train_alone
+from edge_agent.learning.frame import Learned, train_alone
 from fedge.models import network as models
 from fedge.models.training import Loss, Trainer, tensor
 from fedge.steps.contract import Result

@@ -12,7 +12,7 @@ import msgspec
 
 from edge_agent.device.device import Device
 from edge_agent.learning import private_model
-from edge_agent.steps.training.frame import Learned, train_alone
+from edge_agent.learning.frame import Learned, train_alone
 from fedge.models.training import Trainer
 from fedge.steps.contract import Result
 from fedge.steps.training.train_ditto import TrainDitto

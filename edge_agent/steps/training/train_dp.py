@@ -16,8 +16,8 @@ import msgspec
 
 from edge_agent.device.device import Device
 from edge_agent.learning.evaluation import Look
+from edge_agent.learning.frame import Begun, Learned, begin, finish
 from edge_agent.privacy.dp_ledger import ROUNDING, Charge, Ledger, Mechanism, noise_for
-from edge_agent.steps.training.frame import Begun, Learned, begin, finish
 from fedge.models.dp_sgd import Clipping, PrivateNetwork, poisson_batches
 from fedge.models.training import Part, Trainer
 from fedge.steps.contract import Declined, Result

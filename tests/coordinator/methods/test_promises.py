@@ -288,7 +288,7 @@ async def test_tensors_that_the_coordinator_would_not_fetch_are_refused(
     half = ModuleType("tests.coordinator.more")
 
     def run(device: Any, action: TrainMore) -> More:
-        from edge_agent.steps.training.frame import Learned, train_alone
+        from edge_agent.learning.frame import Learned, train_alone
 
         return train_alone(device, action, lambda w, _: Learned(w, told={"control": device.send(b"control")}))
 

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from edge_agent.device.device import Device
 from edge_agent.device.encoding import send_update
-from edge_agent.steps.training.frame import Learn, Learned, Recipe, fit, train_alone, train_together
+from edge_agent.learning.frame import Learn, Learned, Recipe, fit, train_alone, train_together
 from fedge.models.optimizer import Momentum
 from fedge.models.training import Network
 from fedge.steps.contract import Failed, Result, Reveals
