@@ -98,7 +98,7 @@ SCRIPTS = {
     ),
     "serving.py": Script(("--requests", "16", "--rounds", "1"), ("loop", "json, 1", "binary, 16", "server_ms")),
     "simulate.py": Script(("scale", "--devices", "20", "--rounds", "1"), ("seconds", "peak_gib", "split")),
-    "house.py": Script((), ("entries", "lines of code", "words of documents")),
+    "house.py": Script((), ("room", "entries", "coordinator/fleet", "words")),
     "store.py": Script(("--reports", "20"), ("reports/s, 1 under way", "reports/s, 100 under way", "fsyncs/s")),
     "watched.py": Script(
         ("--devices", "3", "--pages", "2", "--turns", "1", "--turn-s", "3", "--settle-s", "1"),

@@ -107,7 +107,9 @@ def make_engines(folder: Path) -> None:
             read(float32),
             Validation(x[1200:1400], y[1200:1400].astype(np.int64)),
             folder / "bundle",
-            Int8Limits(latency_ratio=np.inf),
+            Int8Limits(
+                agreement=0.95, latency_ratio=np.inf
+            ),  # small models: 97 of 100 on some processors, 98 on others
         )
     found = {engine: deploy.load(folder / "bundle", engine=engine).predict(raw[1400:1464]) for engine in ENGINES}
     arrays = {
