@@ -12,9 +12,8 @@ from msgspec import UNSET
 from torch import nn
 
 from edge_agent.device.worker import Worker
-from edge_agent.learning import batched
+from edge_agent.learning import batched, frame
 from edge_agent.learning.batched import Job, execute
-from edge_agent.steps.training import frame
 from fedge.data.task import TaskSpec
 from fedge.models import build
 from fedge.models.training import can_stack
