@@ -60,6 +60,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("timeout") is None)
 
 
+class FailuresAtOnce:
+    """Writes which test failed, and with what, as soon as it did: a run that is cut off still says so."""
+
+    def __init__(self, writer: Any) -> None:
+        self._writer = writer
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Called for each phase of each test, in the process that the user sees."""
+        if report.failed:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            message = crash.message if crash else report.longreprtext
+            self._writer.line(f"\n{report.nodeid} ({report.when}, {report.duration:.0f} s): {message[-300:]}")
+
+
+@pytest.hookimpl(trylast=True)  # after the terminal
+def pytest_configure(config: pytest.Config) -> None:
+    """Write failures at once, in the process that has the terminal."""
+    if config.pluginmanager.has_plugin("terminalreporter"):
+        config.pluginmanager.register(FailuresAtOnce(config.get_terminal_writer()))
+
+
 @pytest.fixture(autouse=True)
 def logging_as_before() -> Iterator[None]:
     """A test that runs `fedge` in this process sends all log lines to its own standard error, which is then closed."""
