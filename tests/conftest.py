@@ -71,7 +71,7 @@ class FailuresAtOnce:
         if report.failed:
             crash = getattr(report.longrepr, "reprcrash", None)
             message = crash.message if crash else report.longreprtext
-            self._writer.line(f"\n{report.nodeid} ({report.when}, {report.duration:.0f} s): {message[-300:]}")
+            self._writer.line(f"\n{report.nodeid} ({report.when}, {report.duration:.0f} s): {message[:300]}")
 
 
 @pytest.hookimpl(trylast=True)  # after the terminal
